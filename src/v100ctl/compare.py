@@ -1,0 +1,323 @@
+"""What differs between a plan and a host. The only list of things to check: plan, provision, audit and rollout all use it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from v100ctl.facts import Facts
+from v100ctl.plan import DIGEST_VARIABLE
+from v100ctl.plan.types import HostPlan, Instance, ManagedFile
+
+Kind = Literal["drifted", "pending", "external"]
+Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
+FindingSeverity = Literal["info", "warn", "error", "critical"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference.
+
+    ``kind``: *drifted* when the host no longer is what was applied, *pending* when the plan has moved on since, *external* when it is
+    not ours but harmful. ``fix`` says what mends it. ``restarts`` names the instances that mending it restarts.
+    """
+
+    id: str
+    kind: Kind
+    layer: Layer
+    role: str
+    expected: str
+    actual: str
+    severity: FindingSeverity
+    fix: str
+    instance: str | None = None
+    restarts: tuple[str, ...] = ()
+
+
+_PROVISION = "`v100ctl provision`"
+
+
+def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
+    """Every difference between what is planned and what the probe found, in the order in which roles would mend them."""
+    applied = facts.host_json.document or {}
+    return (
+        *_packages(plan, facts, applied),
+        *_accounts(plan, facts, applied),
+        *_releases(plan, facts, applied),
+        *_models(plan, facts, applied),
+        *_files(plan, facts, applied),
+        *_units(plan, facts, applied),
+        *_processes(plan, facts),
+        *_services(plan, facts),
+    )
+
+
+def _named(applied: Mapping[str, Any], key: str, field: str) -> set[str]:
+    """The ``field`` of each entry of a list in ``host.json``; a damaged document counts as holding nothing."""
+    entries = applied.get(key, [])
+    if not isinstance(entries, list):
+        return set()
+    return {str(entry[field]) for entry in entries if isinstance(entry, Mapping) and field in entry}
+
+
+def _packages(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    known = applied.get("packages", [])
+    for package in plan.packages:
+        if package not in facts.packages.installed:
+            kind: Kind = "drifted" if isinstance(known, list) and package in known else "pending"
+            yield Finding(
+                f"package.missing:{package}", kind, "package", "preflight", "installed", "not installed", "error", _PROVISION
+            )
+
+
+def _accounts(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    account = plan.account
+    if plan.instances and account.name not in facts.accounts:
+        kind: Kind = "drifted" if applied else "pending"
+        yield Finding(
+            f"account.missing:{account.name}", kind, "unit", "llm_server", f"user {account.name}", "absent", "error", _PROVISION
+        )
+
+
+def _releases(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _named(applied, "releases", "path")
+    for release in plan.releases:
+        found = facts.release(release.path)
+        if found is not None and not found.problem:
+            continue
+        kind: Kind = "drifted" if release.path in known else "pending"
+        users = tuple(item.name for item in plan.instances if item.release_path == release.path)
+        yield Finding(
+            f"release.{'damaged' if found else 'missing'}:{release.build_id}",
+            kind,
+            "file",
+            release.engine,
+            release.path,
+            found.problem if found else "absent",
+            "error",
+            _PROVISION,
+            restarts=users,
+        )
+
+
+def _models(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    known = _named(applied, "models", "path")
+    for model in plan.models:
+        found = facts.models.get(model.path)
+        if found is not None and found.exists and found.sha256 == model.sha256:
+            continue
+        kind: Kind = "drifted" if model.path in known else "pending"
+        if found is None or not found.exists:
+            what, actual = "missing", "absent"
+        elif found.sha256:
+            what, actual = "wrong", f"sha256 {found.sha256}"
+        else:
+            # Present, but size or time differ from what was verified: the bytes are not known until they are hashed again.
+            what, actual = "unverified", f"{found.size_bytes} bytes, changed since it was verified"
+        users = tuple(item.name for item in plan.instances if item.model_path == model.path)
+        yield Finding(
+            f"model.{what}:{model.path}",
+            kind,
+            "file",
+            "model_store",
+            f"sha256 {model.sha256}",
+            actual,
+            "error",
+            _PROVISION,
+            instance=users[0] if len(users) == 1 else None,
+        )
+
+
+def _files(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    applied_files = applied.get("files", {})
+    if not isinstance(applied_files, Mapping):
+        applied_files = {}
+    for file in plan.all_files:
+        yield from _file(file, facts, applied_files)
+
+
+def _file(file: ManagedFile, facts: Facts, applied_files: Mapping[str, Any]) -> Iterator[Finding]:
+    planned_sha256 = hashlib.sha256(file.content.encode()).hexdigest()
+    record = applied_files.get(file.path)
+    applied_sha256 = record.get("sha256") if isinstance(record, Mapping) else None
+    found = facts.files.get(file.path)
+
+    def finding(what: str, kind: Kind, expected: str, actual: str, severity: FindingSeverity = "error") -> Finding:
+        return Finding(f"file.{what}:{file.path}", kind, "file", file.role, expected, actual, severity, _PROVISION, file.instance)
+
+    if found is None or found.kind != "file":
+        actual = "absent" if found is None else f"a {found.kind}"
+        yield finding("missing", "drifted" if applied_sha256 else "pending", "a file", actual)
+        return
+    if found.sha256 != planned_sha256:
+        # `host.json` has no record of its own hash: when it differs, the plan has moved on.
+        pending = applied_sha256 is None or applied_sha256 == found.sha256
+        hidden = file.secret or found.content is None
+        expected = f"sha256 {planned_sha256}" if hidden else file.content
+        yield finding(
+            "content", "pending" if pending else "drifted", expected, f"sha256 {found.sha256}" if hidden else str(found.content)
+        )
+    wanted, actual = f"{file.owner}:{file.group} {file.mode}", f"{found.owner}:{found.group} {found.mode}"
+    if wanted != actual:
+        yield finding("mode", "drifted", wanted, actual, "warn")
+
+
+def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    applied_instances = applied.get("instances", {})
+    for unit in plan.units:
+        found = facts.units.get(unit.name)
+        kind: Kind = "drifted" if isinstance(applied_instances, Mapping) and unit.instance in applied_instances else "pending"
+
+        def finding(
+            what: str, expected: str, actual: str, kind: Kind = kind, name: str = unit.name, instance: str = unit.instance
+        ) -> Finding:
+            return Finding(
+                f"unit.{what}:{name}",
+                kind,
+                "unit",
+                "llm_server",
+                expected,
+                actual,
+                "error",
+                _PROVISION,
+                instance,
+                restarts=(instance,),
+            )
+
+        if unit.state == "absent":
+            if (found and found.load_state not in ("", "not-found")) or f"/etc/systemd/system/{unit.name}" in facts.files:
+                yield Finding(
+                    f"unit.unwanted:{unit.name}",
+                    "pending",
+                    "unit",
+                    "llm_server",
+                    "absent",
+                    found.active_state if found else "a unit file",
+                    "warn",
+                    _PROVISION,
+                    unit.instance,
+                )
+            continue
+        if found is None or found.load_state == "not-found":
+            yield finding("missing", "loaded", "not loaded")
+            continue
+        if found.unit_file_state == "masked" or found.load_state == "masked":
+            yield finding("masked", "enabled", "masked")
+        elif found.unit_file_state != "enabled":
+            yield finding("disabled", "enabled", found.unit_file_state or "unknown")
+        if found.need_daemon_reload:
+            yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
+        for path in found.drop_in_paths:
+            yield Finding(
+                f"unit.drop-in:{path}",
+                "external",
+                "unit",
+                "llm_server",
+                "no drop-in",
+                path,
+                "warn",
+                f"look at it, then `rm {path}` and `systemctl daemon-reload` on the host",
+                unit.instance,
+            )
+        if found.active_state != "active":
+            yield finding(
+                "inactive", "active (running)", f"{found.active_state} ({found.sub_state}), result {found.result or 'unknown'}"
+            )
+
+
+def _stale_reason(instance: Instance, facts: Facts) -> tuple[str, str, str] | None:
+    """Why the running process is not the planned one: what, expected, actual. ``None`` when it is, or does not run."""
+    process = facts.process_of(instance.unit)
+    if process is None:
+        return None
+    if process.environ.get(DIGEST_VARIABLE) != instance.digest:
+        return "stale", f"digest {instance.digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
+    if process.executable_deleted or process.executable != instance.argv[0]:
+        return "executable", instance.argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
+    if process.argv != instance.argv:
+        return "argv", " ".join(instance.argv), " ".join(process.argv)
+    return None
+
+
+def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+    for instance in plan.instances:
+        reason = _stale_reason(instance, facts)
+        if reason is not None:
+            what, expected, actual = reason
+            yield Finding(
+                f"process.{what}:{instance.name}",
+                "drifted" if what != "stale" else "pending",
+                "process",
+                "llm_server",
+                expected,
+                actual,
+                "error",
+                _PROVISION,
+                instance.name,
+                restarts=(instance.name,),
+            )
+        process = facts.process_of(instance.unit)
+        if process is not None and process.user != plan.account.name:
+            yield Finding(
+                f"process.user:{instance.name}",
+                "drifted",
+                "process",
+                "llm_server",
+                plan.account.name,
+                process.user,
+                "error",
+                _PROVISION,
+                instance.name,
+                restarts=(instance.name,),
+            )
+
+
+def _services(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+    for instance in plan.instances:
+        health = facts.health.get(instance.name)
+        if health is None or facts.process_of(instance.unit) is None:
+            # A server that does not run is a unit's finding already.
+            continue
+        if health.status != 200:
+            actual = f"HTTP {health.status}" if health.status is not None else health.error or "no answer"
+            yield Finding(
+                f"service.unhealthy:{instance.name}",
+                "drifted",
+                "service",
+                "llm_server",
+                "HTTP 200",
+                actual,
+                "error",
+                f"`journalctl -u {instance.unit}` on the host, then {_PROVISION} `--force`",
+                instance.name,
+            )
+
+
+def restarts(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """The instances that must be (re)started, decided on the running processes and not on what a task changed.
+
+    So a run that was killed between writing a file and restarting is mended by the next one.
+
+    Args:
+        plan: ``v100ctl_plan``, the plan as role variables.
+        facts: A probe's document, made after the files were written.
+    """
+    found = Facts.model_validate(facts)
+    names: list[str] = []
+    for item in plan["instances"]:
+        unit = found.units.get(str(item["unit"]))
+        process = found.process_of(str(item["unit"]))
+        running = unit is not None and unit.active_state == "active" and process is not None
+        current = (
+            running
+            and process is not None
+            and process.environ.get(DIGEST_VARIABLE) == item["digest"]
+            and not process.executable_deleted
+            and list(process.argv) == list(item["argv"])
+            and process.executable == item["argv"][0]
+        )
+        if not current:
+            names.append(str(item["name"]))
+    return names

@@ -1,0 +1,320 @@
+"""What the probe returns about one host, as typed models.
+
+The document is made by ``probe/host_script.py`` on the host and is read here and nowhere else. Unknown keys are ignored, so that
+a newer probe can be read; a missing key takes the default that means "not known". Sizes are bytes, times seconds unless the
+name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FACTS_SCHEMA = "v100ctl/facts/1"
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Distribution(_Facts):
+    """``/etc/os-release``."""
+
+    id: str = ""
+    version_id: str = ""
+    codename: str = ""
+    name: str = ""
+    id_like: tuple[str, ...] = ()
+
+
+class Libc(_Facts):
+    """The C library that programs on the host are linked with."""
+
+    name: str = ""
+    version: str = ""
+
+
+class PythonFacts(_Facts):
+    """The Python that ran the probe."""
+
+    version: str = ""
+    executable: str = ""
+
+
+class User(_Facts):
+    """Who the probe ran as (after sudo)."""
+
+    name: str = ""
+    uid: int = -1
+
+
+class NumaNode(_Facts):
+    """One NUMA node: its CPUs in the kernel's list form (``0-7,16-23``)."""
+
+    id: int
+    cpus: str = ""
+    memory_bytes: int = 0
+
+
+class Cpu(_Facts):
+    """Processors; ``level`` is the x86-64 micro-architecture level (``x86-64-v3``), empty elsewhere."""
+
+    model: str = ""
+    logical_count: int = 0
+    physical_count: int = 0
+    usable_count: int = 0
+    level: str = ""
+    numa_nodes: tuple[NumaNode, ...] = ()
+
+
+class Memory(_Facts):
+    """``/proc/meminfo``."""
+
+    total_bytes: int = 0
+    available_bytes: int = 0
+    swap_total_bytes: int = 0
+    swap_free_bytes: int = 0
+
+
+class Limits(_Facts):
+    """The most this host can give to a service; ``None`` is unlimited."""
+
+    nofile_hard: int | None = None
+    memlock_hard_bytes: int | None = None
+
+
+class Filesystem(_Facts):
+    """Where a path lives (its nearest existing parent) and the space left there for root."""
+
+    mount: str = ""
+    device: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    read_only: bool = False
+
+
+class Systemd(_Facts):
+    """The running service manager; ``None`` in :class:`Facts` where PID 1 is something else."""
+
+    version: int = 0
+    state: str = ""
+
+
+class Gpu(_Facts):
+    """One NVIDIA display or 3D controller on the PCI bus."""
+
+    pci_address: str
+    pci_id: str = ""
+    kernel_driver: str = ""
+    numa_node: int = -1
+    index: int | None = None
+    uuid: str = ""
+    name: str = ""
+    memory_total_bytes: int | None = None
+    memory_used_bytes: int | None = None
+
+
+class NvidiaSmi(_Facts):
+    """How ``nvidia-smi`` answered; a hang is a fact, not a failure of the probe."""
+
+    status: Literal["absent", "ok", "error", "timeout"] = "absent"
+    output: str = ""
+
+
+class Nvidia(_Facts):
+    """The driver as the kernel and ``nvidia-smi`` see it."""
+
+    module_version: str = ""
+    module_flavour: Literal["", "proprietary", "open"] = ""
+    smi: NvidiaSmi = NvidiaSmi()
+
+
+class Packages(_Facts):
+    """The package manager's own status file, read without calling a tool."""
+
+    manager: Literal["", "dpkg", "rpm"] = ""
+    installed: dict[str, str] = Field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    half_configured: tuple[str, ...] = ()
+
+
+class PackageLock(_Facts):
+    """A process that holds a lock of the package manager."""
+
+    path: str
+    pid: int
+    command: str = ""
+
+
+class ManagedFile(_Facts):
+    """A file or link under a path that this toolkit manages. ``content`` is there for small text files without secrets."""
+
+    kind: Literal["file", "directory", "symlink", "other"] = "file"
+    sha256: str = ""
+    mode: str = ""
+    owner: str = ""
+    group: str = ""
+    size_bytes: int = 0
+    mtime_s: float = 0.0
+    content: str | None = None
+
+
+class ReleaseFacts(_Facts):
+    """One folder under ``/opt/v100ctl/engines/ENGINE/``.
+
+    ``problem`` says why the release cannot be used (a listed file missing, of another size or, with ``--deep``, another hash),
+    empty when it is sound. ``release`` is its ``release.json``.
+    """
+
+    path: str
+    engine: str = ""
+    build_id: str = ""
+    release: dict[str, Any] = Field(default_factory=dict)
+    problem: str = ""
+
+
+class ModelFacts(_Facts):
+    """A model file. ``sha256`` is what was verified for just this size and mtime, or what ``--deep`` hashed; empty if neither."""
+
+    exists: bool = False
+    size_bytes: int = 0
+    mtime_ns: int = 0
+    sha256: str = ""
+    owner: str = ""
+    mode: str = ""
+
+
+class UnitFacts(_Facts):
+    """``systemctl show`` of one unit, the properties that this toolkit compares."""
+
+    load_state: str = ""
+    active_state: str = ""
+    sub_state: str = ""
+    unit_file_state: str = ""
+    fragment_path: str = ""
+    drop_in_paths: tuple[str, ...] = ()
+    need_daemon_reload: bool = False
+    main_pid: int = 0
+    result: str = ""
+    restarts_count: int = 0
+
+
+class ProcessFacts(_Facts):
+    """The main process of a unit, read from ``/proc``. ``environ`` holds only names that start with ``V100CTL_``."""
+
+    pid: int
+    unit: str = ""
+    executable: str = ""
+    executable_deleted: bool = False
+    argv: tuple[str, ...] = ()
+    environ: dict[str, str] = Field(default_factory=dict)
+    user: str = ""
+    started_s: float = 0.0
+    nofile_soft: int | None = None
+    memlock_soft_bytes: int | None = None
+    cpus_allowed: str = ""
+    rss_anonymous_bytes: int = 0
+    swap_bytes: int = 0
+
+
+class Listener(_Facts):
+    """A listening TCP socket and, where ``/proc`` shows it, who owns it."""
+
+    address: str
+    port: int
+    pid: int | None = None
+    command: str = ""
+    unit: str = ""
+
+
+class HealthFacts(_Facts):
+    """The answer of an instance's health path: HTTP status, or ``None`` with the reason in ``error``."""
+
+    status: int | None = None
+    error: str = ""
+
+
+class Account(_Facts):
+    """A user or group entry that this toolkit manages."""
+
+    uid: int
+    gid: int
+    home: str = ""
+    shell: str = ""
+    groups: tuple[str, ...] = ()
+
+
+class HostJson(_Facts):
+    """``/etc/v100ctl/host.json``: the plan that was applied last. ``document`` is ``None`` where it is absent or unreadable."""
+
+    document: dict[str, Any] | None = None
+    problem: str = ""
+
+
+class Facts(_Facts):
+    """Everything that is known of one host at one moment."""
+
+    schema_id: str = Field(default=FACTS_SCHEMA, alias="schema")
+    probe_ms: float = 0.0
+    now_s: float = 0.0
+    hostname: str = ""
+    machine: str = ""
+    kernel: str = ""
+    boot_id: str = ""
+    uptime_s: float = 0.0
+    virtualization: str = ""
+    distribution: Distribution = Distribution()
+    libc: Libc = Libc()
+    python: PythonFacts = PythonFacts()
+    user: User = User()
+    cpu: Cpu = Cpu()
+    memory: Memory = Memory()
+    limits: Limits = Limits()
+    filesystems: dict[str, Filesystem] = Field(default_factory=dict)
+    systemd: Systemd | None = None
+    gpus: tuple[Gpu, ...] = ()
+    nvidia: Nvidia = Nvidia()
+    packages: Packages = Packages()
+    package_locks: tuple[PackageLock, ...] = ()
+    accounts: dict[str, Account] = Field(default_factory=dict)
+    files: dict[str, ManagedFile] = Field(default_factory=dict)
+    host_json: HostJson = HostJson()
+    releases: tuple[ReleaseFacts, ...] = ()
+    models: dict[str, ModelFacts] = Field(default_factory=dict)
+    units: dict[str, UnitFacts] = Field(default_factory=dict)
+    processes: tuple[ProcessFacts, ...] = ()
+    listeners: tuple[Listener, ...] = ()
+    health: dict[str, HealthFacts] = Field(default_factory=dict)
+    #: Parts of the probe that failed, by name: what could not be learned and why.
+    errors: dict[str, str] = Field(default_factory=dict)
+
+    def release(self, path: str) -> ReleaseFacts | None:
+        """The release at ``path``, or ``None``."""
+        return next((release for release in self.releases if release.path == path), None)
+
+    def process_of(self, unit: str) -> ProcessFacts | None:
+        """The main process of ``unit``, or ``None`` when it does not run."""
+        return next((process for process in self.processes if process.unit == unit), None)
+
+
+class ProbeRequest(BaseModel):
+    """What the controller already knows and wants looked at, beside the places that this toolkit manages.
+
+    Sent as one JSON argument to the script: it must never hold a secret.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    #: More files to report like managed ones.
+    files: tuple[str, ...] = ()
+    #: Model files to report.
+    models: tuple[str, ...] = ()
+    #: Paths whose filesystem is of interest.
+    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/tmp")
+    #: Instances to ask for their health: name -> URL on the host itself.
+    health: dict[str, str] = Field(default_factory=dict)
+    #: Accounts to look up.
+    accounts: tuple[str, ...] = ("v100",)
+    #: Hash releases and models instead of trusting size and mtime.
+    deep: bool = False

