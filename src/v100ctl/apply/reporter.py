@@ -382,8 +382,9 @@ class LiveReporter(_BaseReporter):
         super().__init__(console, verbosity=verbosity, clock=clock)
         self._live: Live | None = None
         self._suspended = 0
-        # What the region is drawn from: replaced as a whole and read without the lock, since rich's refresh thread draws while
-        # it holds a lock of its own, which a caller that holds ours may be waiting for.
+        self._stop_refreshing = threading.Event()
+        # What the region is drawn from: replaced as a whole and read without the lock, since text that others write to stderr
+        # is printed above the region under rich's lock, which a thread that holds ours may be waiting for.
         self._shown: tuple[tuple[Phase, ...], tuple[_Row, ...], tuple[Status, ...]] = ((), (), ())
         ascii_only = console.options.ascii_only
         self._spinner = Spinner("line" if ascii_only else "dots")
@@ -408,16 +409,26 @@ class LiveReporter(_BaseReporter):
             self._live = Live(
                 self,
                 console=self._console,
-                refresh_per_second=self.REFRESH_PER_S,
+                # Rich's own refresh thread may draw between another thread's drawing and its writing: ours takes the lock.
+                auto_refresh=False,
                 transient=True,
                 # stdout carries data and may be a file; what others write to stderr belongs above the region.
                 redirect_stdout=False,
                 redirect_stderr=True,
             )
             self._live.start()
+            self._stop_refreshing = threading.Event()
+            threading.Thread(target=self._refresh, args=(self._live, self._stop_refreshing), daemon=True).start()
         elif not wanted and self._live is not None:
+            self._stop_refreshing.set()
             live, self._live = self._live, None
             live.stop()
+
+    def _refresh(self, live: Live, stop: threading.Event) -> None:
+        while not stop.wait(1 / self.REFRESH_PER_S):
+            with self._lock:
+                if not stop.is_set():
+                    live.refresh()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -440,8 +451,8 @@ class LiveReporter(_BaseReporter):
             title = Text("  " * depth + phase.text, style="bold", no_wrap=True, overflow="ellipsis")
             line.add_row(lead, title, Text(format_duration(now_s - phase.started_s), style="dim"))
             yield line
-        # Two lines are for the count and for the cursor.
-        room = max(options.size.height - len(phases) - 2, 1)
+        # Three lines are for the count, the cursor, and what was last printed above.
+        room = max(options.size.height - len(phases) - 3, 1)
         busy = [row for row in rows if row.busy]
         # Those with something to watch first, then the longest at their step: these are what the rest waits for.
         shown = sorted(busy, key=lambda row: (row.progress is None, row.since_s))[:room]
