@@ -1,0 +1,380 @@
+"""What ``v100ctl test`` does: this toolkit's own tests, in parts, each with a heading, its own output as it comes, and a verdict.
+
+The parts run in the order of :func:`find_parts`, cheap ones first, and all of them run even when one fails. Their tools come
+from ``requirements-test.lock``, which is installed into the running virtual environment on the first use.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from v100ctl.errors import EXIT_ERROR, EXIT_OK, UsageError, V100ctlError
+from v100ctl.paths import checkout_dir
+
+#: pytest's exit code when it found no test to run.
+_PYTEST_NO_TESTS = 5
+#: How long a test program may clean up after Ctrl-C before it is killed.
+_INTERRUPT_GRACE_S = 90.0
+#: Folders of the checkout that hold nothing of this project's own.
+_FOREIGN = frozenset({".ansible", ".cache", ".git", ".venv", "build", "dist"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program of a part.
+
+    Attributes:
+        name: What it is called in headings and on the command line.
+        argv: The program, found in the virtual environment first.
+        is_pytest: Takes pytest's arguments, and says by exit code 5 that it found no test.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    is_pytest: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What gets one verdict.
+
+    Attributes:
+        name: Unique; what a user types.
+        title: The heading.
+        steps: All of them run, also after one that failed.
+        needs_docker: A Docker Engine is made ready first.
+        aliases: Other names that select this part.
+    """
+
+    name: str
+    title: str
+    steps: tuple[Step, ...]
+    needs_docker: bool = False
+    aliases: frozenset[str] = frozenset()
+
+
+@dataclass
+class Outcome:
+    """What became of one part; ``status`` is ``passed``, ``failed`` or ``no tests``."""
+
+    name: str
+    status: str
+    seconds: float
+    failed_steps: list[str] = field(default_factory=list)
+
+
+def run_tests(names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, extra: Sequence[str] = ()) -> int:
+    """Runs this toolkit's own tests.
+
+    Args:
+        names: Parts, lint programs, molecule scenarios or test files to run; empty for everything.
+        slow: Runs tests marked ``slow`` too.
+        keep: Leaves test hosts behind for a look.
+        list_only: Prints the names that can be given, and runs nothing.
+        extra: Arguments for pytest, such as ``["-k", "launcher"]``. With some and without names, only pytest's parts run.
+            A part where nothing matches them is not a failure as long as another one has a match.
+
+    Returns:
+        0 when every part passed, else 1.
+
+    Raises:
+        UsageError: A name that nothing here has.
+        V100ctlError: There is no checkout, or the test tools cannot be installed.
+    """
+    root = checkout_dir()
+    if root is None:
+        raise V100ctlError(
+            "`v100ctl test` needs a checkout of v100ctl: an installed package carries no tests",
+            hint="clone the repository and run `./v100ctl test` there",
+        )
+    parts = find_parts(root)
+    if list_only:
+        print("\n".join(describe(parts)))
+        return EXIT_OK
+    selected = select(parts, names, root)
+    if extra and not names:
+        selected = [part for part in selected if any(step.is_pytest for step in part.steps)]
+    install_tools(root / "requirements-test.lock")
+    pytest_arguments = [*extra]
+    if not slow:
+        pytest_arguments += ["-m", "not slow"]
+    if keep:
+        pytest_arguments.append("--lab-keep")
+    selected = [_with_arguments(part, pytest_arguments, keep=keep) for part in selected]
+    outcomes = [_run_part(part, root, may_be_empty=bool(extra)) for part in selected]
+    return _summarise(outcomes)
+
+
+def find_parts(root: Path) -> list[Part]:
+    """Everything that ``v100ctl test`` runs in the checkout at ``root``, in that order."""
+    parts = []
+    folders = [folder for folder in ("tests/unit", "tests/contract") if any((root / folder).glob("test_*.py"))]
+    if folders:
+        parts.append(Part("unit", "unit tests", (_pytest_step("unit", *folders),)))
+    lint = lint_steps(root)
+    parts.append(Part("lint", "lints", lint, aliases=frozenset(step.name for step in lint)))
+    if any((root / "tests/integration").glob("test_*.py")):
+        parts.append(
+            Part("integration", "integration tests", (_pytest_step("integration", "tests/integration"),), needs_docker=True)
+        )
+    for file in sorted(root.glob("molecule/*/molecule.yml")):
+        name = file.parent.name
+        step = Step(f"molecule {name}", ("molecule", "test", "--scenario-name", name))
+        parts.append(Part(f"molecule/{name}", f"molecule scenario {name}", (step,), True, frozenset({"molecule", name})))
+    return parts
+
+
+def lint_steps(root: Path) -> tuple[Step, ...]:
+    """The programs that read the sources without running them."""
+    scripts = ["v100ctl", *(f".ci/{file.name}" for file in sorted((root / ".ci").iterdir()))]
+    for folder in ("molecule", "roles", "src", "templates", "tests"):
+        scripts += [str(file.relative_to(root)) for file in sorted((root / folder).rglob("*.sh"))]
+    steps = [
+        Step("ruff", ("ruff", "check", ".")),
+        Step("ruff-format", ("ruff", "format", "--check", ".")),
+        Step("mypy", ("mypy", "--strict", "src")),
+        Step("yamllint", ("yamllint", "--strict", ".")),
+        Step("shellcheck", ("shellcheck", "--external-sources", *scripts)),
+    ]
+    if any((root / "playbooks").glob("*.yml")):
+        steps.append(Step("ansible-lint", ("ansible-lint", "--profile", "production")))
+    return tuple(steps)
+
+
+def describe(parts: Sequence[Part]) -> Iterator[str]:
+    """One line for each part: its name and what it runs."""
+    width = max(len(part.name) for part in parts)
+    for part in parts:
+        yield f"{part.name:<{width}}  {', '.join(shlex.join(step.argv) for step in part.steps)}"
+
+
+def select(parts: Sequence[Part], names: Sequence[str], root: Path) -> list[Part]:
+    """The parts that ``names`` mean, each once and in the usual order; all of them without names.
+
+    A lint program or a test file selects that alone, as a part of its own.
+
+    Raises:
+        UsageError: Nothing has that name; the hint lists what there is.
+    """
+    if not names:
+        return list(parts)
+    chosen: dict[str, Part] = {}
+    for name in names:
+        found = [part for part in parts if name == part.name or (name in part.aliases and part.name != "lint")]
+        for part in parts:
+            found += [Part(step.name, step.name, (step,)) for step in part.steps if part.name == "lint" and step.name == name]
+        found += _test_file_parts(name, root)
+        if not found:
+            known = sorted({part.name for part in parts} | {alias for part in parts for alias in part.aliases})
+            raise UsageError(
+                f"no part, role, scenario or test file is called `{name}`",
+                hint=f"there are {', '.join(known)}, and the test files below tests/ (`launcher` means test_launcher.py)",
+            )
+        chosen.update((part.name, part) for part in found)
+    order = {part.name: index for index, part in enumerate(parts)}
+    return sorted(chosen.values(), key=lambda part: order.get(part.name, -1))
+
+
+def _test_file_parts(name: str, root: Path) -> list[Part]:
+    stem = Path(name).name.removesuffix(".py")
+    stem = stem if stem.startswith("test_") else f"test_{stem}"
+    found = []
+    for file in sorted((root / "tests").rglob(f"{stem}.py")):
+        path = str(file.relative_to(root))
+        # A name with folders in it means that one file.
+        if "/" in name and not (path == name or (root / name).resolve() == file.resolve()):
+            continue
+        found.append(Part(path, path, (_pytest_step(path, path),), needs_docker=path.startswith("tests/integration/")))
+    return found
+
+
+def _pytest_step(name: str, *paths: str) -> Step:
+    return Step(name, ("pytest", *paths), is_pytest=True)
+
+
+def _with_arguments(part: Part, pytest_arguments: Sequence[str], *, keep: bool) -> Part:
+    steps = []
+    for step in part.steps:
+        added: tuple[str, ...] = ()
+        if step.is_pytest:
+            added = tuple(pytest_arguments)
+        elif keep and step.argv[0] == "molecule":
+            added = ("--destroy=never",)
+        steps.append(replace(step, argv=step.argv + added))
+    return replace(part, steps=tuple(steps))
+
+
+# --- The tools that tests need --------------------------------------------------------------------------------------------
+
+
+def install_tools(lock: Path, prefix: Path | None = None) -> None:
+    """Installs ``lock`` into the virtual environment at ``prefix`` (the running one), unless that was done before.
+
+    Raises:
+        V100ctlError: Not a virtual environment, or pip failed; pip has said why on stderr.
+    """
+    if prefix is None:
+        if sys.prefix == sys.base_prefix:
+            raise V100ctlError(
+                "`v100ctl test` installs test tools and does that only in a virtual environment",
+                hint="start it as `./v100ctl test` from the checkout",
+            )
+        prefix = Path(sys.prefix)
+    wanted = lock.read_bytes()
+    stamp = prefix / "v100ctl.tests"
+    begun = prefix / "v100ctl.tests.begun"
+    if _holds(stamp, wanted):
+        return
+    with _environment_lock(prefix):
+        if _holds(stamp, wanted):
+            return
+        interrupted = begun.exists()
+        begun.touch()
+        stamp.unlink(missing_ok=True)
+        print("installing the pinned test tools (about a minute)", file=sys.stderr, flush=True)
+        command = [str(prefix / "bin" / "python"), "-m", "pip", "--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
+        command += ["install", "--no-user", "--progress-bar", "off", "--require-hashes", "-r", str(lock)]
+        if interrupted:
+            # A killed pip leaves packages that look installed and are not whole, and that cannot be uninstalled either.
+            command.append("--ignore-installed")
+        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False).returncode != 0:
+            raise V100ctlError(
+                "pip could not install the test tools, see above",
+                hint="if a package index was not reached, set it in pip.conf or PIP_INDEX_URL; then run this again",
+            )
+        aside = stamp.with_name("v100ctl.tests.new")
+        aside.write_bytes(wanted)
+        aside.replace(stamp)
+        begun.unlink()
+
+
+def _holds(stamp: Path, wanted: bytes) -> bool:
+    try:
+        return stamp.read_bytes() == wanted
+    except OSError:
+        return False
+
+
+@contextmanager
+def _environment_lock(prefix: Path) -> Iterator[None]:
+    """The launcher's own lock on its environment; the kernel drops it with its last holder."""
+    import fcntl
+
+    with prefix.with_name(f"{prefix.name}.lock").open("ab") as file:
+        # pip inherits it: if this process is killed, the next one waits for what it left running.
+        os.set_inheritable(file.fileno(), True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# --- Running --------------------------------------------------------------------------------------------------------------
+
+
+def _run_part(part: Part, root: Path, *, may_be_empty: bool) -> Outcome:
+    print(f"\n=== {part.title} ===", flush=True)
+    started = time.monotonic()
+    outcome = Outcome(part.name, "passed", 0.0)
+    try:
+        if part.needs_docker:
+            _ready_docker()
+    except V100ctlError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr, flush=True)
+        outcome.status = "failed"
+        outcome.failed_steps.append("Docker Engine")
+    else:
+        returncodes = {step: _run_step(step, root, heading=len(part.steps) > 1) for step in part.steps}
+        empty = [step for step, code in returncodes.items() if step.is_pytest and code == _PYTEST_NO_TESTS]
+        outcome.failed_steps = [step.name for step, code in returncodes.items() if code != 0 and step not in empty]
+        if empty and not may_be_empty:
+            # Nothing was left out by an expression of the user's, so tests are missing or all of them are slow ones.
+            outcome.failed_steps += [f"{step.name}: no test to run without `--slow`" for step in empty]
+        if outcome.failed_steps:
+            outcome.status = "failed"
+        elif len(empty) == len(part.steps):
+            outcome.status = "no tests"
+    outcome.seconds = time.monotonic() - started
+    return outcome
+
+
+def _ready_docker() -> None:
+    from v100ctl.apply.reporter import make_reporter
+    from v100ctl.lab.engine import ensure_docker
+
+    ensure_docker(make_reporter(), install=True).close()
+
+
+def _run_step(step: Step, root: Path, *, heading: bool) -> int:
+    if heading:
+        print(f"--- {step.name}", flush=True)
+    started = time.monotonic()
+    returncode = run_program(step.argv, root, _environment(os.environ, Path(sys.prefix)))
+    if heading:
+        verdict = "passed" if returncode == 0 else f"failed with exit code {returncode}"
+        print(f"    {step.name} {verdict} in {time.monotonic() - started:.1f} s", flush=True)
+    return returncode
+
+
+def _environment(base: Mapping[str, str], prefix: Path) -> dict[str, str]:
+    environment = dict(base)
+    environment["PATH"] = f"{prefix / 'bin'}{os.pathsep}{base.get('PATH', os.defpath)}"
+    environment["VIRTUAL_ENV"] = str(prefix)
+    # A buffered program in the middle would hold its lines back until it ends.
+    environment["PYTHONUNBUFFERED"] = "1"
+    return environment
+
+
+def run_program(
+    argv: Sequence[str], folder: Path, environment: Mapping[str, str], *, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Runs ``argv`` with this process's own output, and returns its exit code (128 + N after signal N).
+
+    On Ctrl-C the program, which got it too, has time to take its test hosts down before the interrupt goes on.
+    """
+    try:
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"error: `{argv[0]}` does not start: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    try:
+        returncode = process.wait()
+    except KeyboardInterrupt:
+        deadline = clock() + _INTERRUPT_GRACE_S
+        while process.poll() is None and clock() < deadline:
+            try:
+                process.wait(timeout=max(0.0, deadline - clock()))
+            except KeyboardInterrupt:
+                # A second Ctrl-C: the user does not want to wait.
+                break
+            except subprocess.TimeoutExpired:
+                break
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        raise
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _summarise(outcomes: Sequence[Outcome]) -> int:
+    """Prints a line for each part and the closing counts; returns the exit code."""
+    width = max(len(outcome.name) for outcome in outcomes)
+    print("\n=== summary ===")
+    for outcome in outcomes:
+        failed = f"  ({', '.join(outcome.failed_steps)})" if outcome.failed_steps else ""
+        print(f"{outcome.name:<{width}}  {outcome.status:<8}  {outcome.seconds:7.1f} s{failed}")
+    passed = sum(outcome.status == "passed" for outcome in outcomes)
+    failed_count = sum(outcome.status == "failed" for outcome in outcomes)
+    if not passed and not failed_count:
+        print("error: no test matches", file=sys.stderr, flush=True)
+        return EXIT_ERROR
+    print(f"\n{passed} passed, {failed_count} failed", flush=True)
+    return EXIT_ERROR if failed_count else EXIT_OK
