@@ -170,6 +170,8 @@ class _Row:
 
     host: str
     since_s: float
+    #: The phase in which it came up, and with which it goes.
+    phase: Phase | None
     role: str = ""
     task: str = ""
     busy: bool = True
@@ -226,8 +228,8 @@ class _BaseReporter:
             # Phases inside this one that nobody ended end with it.
             while self._phases:
                 last = self._phases.pop()
+                self._rows = {host: row for host, row in self._rows.items() if row.phase is not last}
                 if not self._phases:
-                    self._rows.clear()
                     self._done.clear()
                 self._phase_ended(last, succeeded, self._clock() - last.started_s)
                 if last is phase:
@@ -238,7 +240,7 @@ class _BaseReporter:
         host = clean_line(host)
         row = self._rows.get(host)
         if row is None:
-            row = self._rows[host] = _Row(host, self._clock())
+            row = self._rows[host] = _Row(host, self._clock(), self._phases[-1] if self._phases else None)
             self._done.pop(host, None)
         return row
 
@@ -338,7 +340,7 @@ class PlainReporter(_BaseReporter):
         self._print(Text.assemble((f"{phase.text} ...", "bold")))
 
     def _phase_ended(self, phase: Phase, succeeded: bool, elapsed_s: float) -> None:
-        outcome, style = ("done", "green") if succeeded else ("not finished", "red")
+        outcome, style = ("done", "green") if succeeded else ("failed", "red")
         self._print(Text(f"{phase.text}: {outcome} after {format_duration(elapsed_s)}", style=style))
 
     def _row_changed(self, row: _Row) -> None:
