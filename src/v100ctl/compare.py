@@ -20,8 +20,8 @@ FindingSeverity = Literal["info", "warn", "error", "critical"]
 class Finding:
     """One difference.
 
-    ``kind``: *drifted* when the host no longer is what was applied, *pending* when the plan has moved on since, *external* when it is
-    not ours but harmful. ``fix`` says what mends it. ``restarts`` names the instances that mending it restarts.
+    ``kind``: *drifted* when the host no longer is what was applied, *pending* when the plan has moved on since, *external* when
+    it is not ours but harmful. ``fix`` says what mends it. ``restarts`` names the instances that mending it restarts.
     """
 
     id: str

@@ -311,7 +311,7 @@ class ProbeRequest(BaseModel):
     #: Model files to report.
     models: tuple[str, ...] = ()
     #: Paths whose filesystem is of interest.
-    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/tmp")
+    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl")
     #: Instances to ask for their health: name -> URL on the host itself.
     health: dict[str, str] = Field(default_factory=dict)
     #: Accounts to look up.

@@ -11,6 +11,8 @@ import difflib
 import functools
 import os
 import re
+import types
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -173,7 +175,7 @@ def _instance_names(value: Mapping[str, InstanceSpec]) -> Mapping[str, InstanceS
     for name in value:
         if not _INSTANCE_NAME.fullmatch(name):
             raise ValueError(
-                f"instance name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (it becomes part of a unit's name)"
+                f"instance name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (a unit is named after it)"
             )
     return value
 
@@ -196,20 +198,24 @@ class HostConfig(BaseModel):
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 
 
-@functools.cache
 def role_defaults() -> dict[str, Any]:
     """``roles/*/defaults/main.yml``, the inventory variables only.
 
     Raises:
         InventoryError: a defaults file cannot be read: the installation is damaged.
     """
+    return {name: value for name, value in _role_variables().items() if name in CONFIG_VARIABLES}
+
+
+@functools.cache
+def _role_variables() -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path in sorted((content_dir() / "roles").glob("*/defaults/main.yml")):
         try:
             document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (OSError, yaml.YAMLError) as error:
             raise InventoryError(f"cannot read the role defaults in {path}: {error}", hint="install v100ctl again") from error
-        values.update({name: value for name, value in document.items() if name in CONFIG_VARIABLES})
+        values.update(document)
     return values
 
 
@@ -221,10 +227,9 @@ def _merge(base: Any, override: Any) -> Any:
 
 def _near_misses(variables: Iterable[str]) -> dict[str, str]:
     """Variables that look like one of ours, misspelt: name -> what was probably meant."""
-    prefixes = ("llm_server_", "llama_cpp_", "llm_", "llama_")
     found: dict[str, str] = {}
     for name in variables:
-        if name in CONFIG_VARIABLES or not name.startswith(prefixes):
+        if name in CONFIG_VARIABLES or name in _role_variables() or not name.startswith(("llm_", "llama_")):
             continue
         near = difflib.get_close_matches(name, CONFIG_VARIABLES, n=1, cutoff=0.85)
         if near:
@@ -251,29 +256,27 @@ def _explain(host: str, error: ValidationError) -> InventoryError:
 
 
 def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
-    """The pydantic model that holds ``location``, to name its keys in a message."""
-    import typing
-
+    """The pydantic model that holds ``location`` (a path of field names and mapping keys), to name its keys in a message."""
     current: Any = model
     for part in location:
         if isinstance(current, type) and issubclass(current, BaseModel):
-            if part not in current.model_fields:
-                return None
-            current = current.model_fields[str(part)].annotation
-        while True:
-            arguments = [item for item in typing.get_args(current) if item is not type(None)]
-            origin = typing.get_origin(current)
-            if origin is dict and len(arguments) == 2:
-                current = arguments[1]
-                break
-            if origin is Annotated or (origin is not None and len(arguments) == 1):
-                current = arguments[0]
-                continue
-            nested = next((item for item in arguments if isinstance(item, type) and issubclass(item, BaseModel)), None)
-            if nested is not None and not (isinstance(current, type) and issubclass(current, BaseModel)):
-                current = nested
-            break
+            field_info = current.model_fields.get(str(part))
+            current = field_info.annotation if field_info else None
+        elif typing.get_origin(current) is dict:
+            current = typing.get_args(current)[1]
+        else:
+            return None
+        if typing.get_origin(current) in (typing.Union, types.UnionType):
+            current = next((item for item in typing.get_args(current) if item is not type(None)), None)
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None
+
+
+def _mapping(host: str, name: str, value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise InventoryError(f"host {host}: `{name}` must be a mapping by instance name, not a {type(value).__name__}")
+    return value
 
 
 def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
@@ -291,16 +294,13 @@ def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
     if misspelt:
         name, meant = next(iter(misspelt.items()))
         raise InventoryError(f"host {host}: variable `{name}` is not known", hint=f"did you mean `{meant}`?")
-    overrides = values.pop("llm_server_instance_overrides", None) or {}
-    if not isinstance(overrides, Mapping):
-        raise InventoryError(f"host {host}: `llm_server_instance_overrides` must be a mapping by instance name")
-    instances = values.get("llm_server_instances") or {}
-    if not isinstance(instances, Mapping):
-        raise InventoryError(f"host {host}: `llm_server_instances` must be a mapping by instance name")
+    overrides, instances = (
+        _mapping(host, name, values.pop(name, None)) for name in ("llm_server_instance_overrides", "llm_server_instances")
+    )
     unknown = sorted(set(map(str, overrides)) - set(map(str, instances)))
     if unknown:
         raise InventoryError(
-            f"host {host}: `llm_server_instance_overrides` names {', '.join(unknown)}, which `llm_server_instances` does not have",
+            f"host {host}: `llm_server_instance_overrides` names {', '.join(unknown)}, which `llm_server_instances` lacks",
             hint=f"known here: {', '.join(sorted(map(str, instances))) or 'none'}",
         )
     values["llm_server_instances"] = _merge(instances, overrides)
@@ -331,6 +331,7 @@ class Fleet:
     sources: tuple[str, ...] = ()
     document: Mapping[str, Any] | None = None
     vault_arguments: tuple[str, ...] = ()
+    vault_password: str | None = field(default=None, repr=False)
 
 
 def default_inventory() -> Path:
@@ -355,7 +356,7 @@ def load_fleet(
     limit: str | None = None,
     *,
     vault_password_files: Sequence[Path | str] = (),
-    ask_vault_password: bool = False,
+    vault_password: str | None = None,
 ) -> Fleet:
     """Read an inventory with Ansible's own loader.
 
@@ -363,7 +364,7 @@ def load_fleet(
         inventory: Paths or anything else Ansible takes after ``-i``; empty means :func:`default_inventory`.
         limit: A host pattern in Ansible's form.
         vault_password_files: As ``--vault-password-file``.
-        ask_vault_password: Ask for the vault password on the terminal.
+        vault_password: The vault's password, where it was asked for on the terminal.
 
     Raises:
         InventoryError: it cannot be read, holds no matching host, or a host's variables are wrong.
@@ -375,7 +376,7 @@ def load_fleet(
         if "," not in source and not Path(source).exists():
             raise InventoryError(f"inventory {source} does not exist", hint="name another with `-i PATH`, or `v100ctl init DIR`")
     try:
-        variables = _read_with_ansible(sources, limit, vault_password_files, ask_vault_password)
+        variables = _read_with_ansible(sources, limit, vault_password_files, vault_password)
     except AnsibleError as error:
         raise InventoryError(f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}") from error
     if not variables:
@@ -385,19 +386,19 @@ def load_fleet(
         )
     hosts = {name: FleetHost(name, values, parse_config(name, values)) for name, values in variables.items()}
     vault = [part for item in vault_password_files for part in ("--vault-password-file", str(item))]
-    if ask_vault_password:
+    if vault_password is not None:
         vault.append("--ask-vault-password")
-    return Fleet(hosts=hosts, sources=tuple(sources), vault_arguments=tuple(vault))
+    return Fleet(hosts=hosts, sources=tuple(sources), vault_arguments=tuple(vault), vault_password=vault_password)
 
 
 def _read_with_ansible(
-    sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], ask_vault_password: bool
+    sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], vault_password: str | None
 ) -> dict[str, dict[str, Any]]:
     # Imported here: Ansible takes a third of a second to import, and `--help` needs none of it.
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-    from ansible.parsing.vault import PromptVaultSecret, get_file_vault_secret
+    from ansible.parsing.vault import VaultSecret, get_file_vault_secret
     from ansible.template import Templar
     from ansible.vars.manager import VariableManager
 
@@ -409,10 +410,8 @@ def _read_with_ansible(
         secret = get_file_vault_secret(filename=str(path), vault_id="default", loader=loader)
         secret.load()
         secrets.append(("default", secret))
-    if ask_vault_password:
-        prompt = PromptVaultSecret(vault_id="default", prompt_formats=["Vault password: "])
-        prompt.load()
-        secrets.append(("default", prompt))
+    if vault_password is not None:
+        secrets.append(("default", VaultSecret(vault_password.encode())))
     loader.set_vault_secrets(secrets)
     manager = InventoryManager(loader=loader, sources=list(sources))
     # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error.
@@ -426,6 +425,8 @@ def _read_with_ansible(
     for host in manager.get_hosts("all"):
         if host.name in builders:
             continue
+        if host.name.startswith("-") or not host.name.isprintable():
+            raise AnsibleError(f"{host.name!r} is not a host name")
         raw = variable_manager.get_vars(host=host, include_hostvars=False)
         templar = Templar(loader=loader, variables=raw)
         wanted = {

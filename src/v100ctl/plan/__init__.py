@@ -1,7 +1,7 @@
 """Decide everything about a host before it is touched.
 
-:func:`plan` is pure: facts, configuration, catalog and a date go in, a :class:`~v100ctl.plan.types.HostPlan` comes out. The CLI and
-the Ansible filter plugin both call it, on the same probe, so both make the same host.
+:func:`plan` is pure: facts, configuration, catalog and a date go in, a :class:`~v100ctl.plan.types.HostPlan` comes out. The
+CLI and the Ansible filter plugin both call it, on the same probe, so both make the same host.
 """
 
 from __future__ import annotations

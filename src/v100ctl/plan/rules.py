@@ -92,7 +92,7 @@ def engine_rules(config: HostConfig, facts: Facts, row: LlamaCppBuild | None, ca
         yield Rule(
             "cpu-level",
             "refuse",
-            f"the processor ({facts.cpu.model or 'unknown'}) is {level}; a portable build of llama.cpp {row.build} needs {row.cpu_level}",
+            f"the processor ({facts.cpu.model or 'unknown'}) is {level}; llama.cpp {row.build} is built for {row.cpu_level}",
             "a processor with AVX2, FMA, F16C and BMI2 (Intel Haswell, AMD Excavator or newer)",
         )
 
@@ -148,7 +148,7 @@ def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: Llama
         yield Rule(
             "ubatch-above-batch",
             "warn",
-            f"ubatch_size {settings.ubatch_size} is above batch_size {settings.batch_size}: the engine lowers it to {settings.batch_size}",
+            f"ubatch_size {settings.ubatch_size} is above batch_size {settings.batch_size}: the engine lowers it",
             f"`ubatch_size: {settings.batch_size}`",
             instance=name,
         )

@@ -1,0 +1,122 @@
+"""The command line: parse, call, print. Nothing is decided here.
+
+Commands live in modules of their own and are imported when they are used, so that ``--help`` and completion stay fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from v100ctl import __version__
+from v100ctl.errors import EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, V100ctlError
+
+#: name -> (module, short help). The help stands here too so that listing commands imports none of them; a test compares.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "try": ("v100ctl.cli.practice", "The main job on a throw-away host: build, serve, ask, audit."),
+    "test": ("v100ctl.cli.selftest", "Run this toolkit's own tests, from unit tests to roles in containers."),
+    "init": ("v100ctl.cli.init", "Make a fleet folder to start from."),
+    "plan": ("v100ctl.cli.plan", "Show what would change on which host and why; touch nothing."),
+    "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
+    "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
+    "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),
+    "completion": ("v100ctl.cli.completion", "Print the completion script of a shell."),
+}
+
+
+class _LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0]).command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{COMMANDS[cmd_name][0]} has no command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short_help) for name, (_, short_help) in COMMANDS.items()])
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        import difflib
+
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f" Did you mean `{near[0]}`?" if near else " `v100ctl --help` lists them."
+            raise click.UsageError(f"There is no command `{args[0]}`.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done or clean, 1 error or refusal, 2 differences found, 64 wrong usage, 130 interrupted.",
+)
+@click.version_option(__version__, prog_name="v100ctl")
+def cli() -> None:
+    """Provision Linux hosts with V100 GPUs, serve models on them, and keep them so.
+
+    Start with `v100ctl try` (a practice host in a container), then `v100ctl init my-fleet` and `v100ctl provision`.
+    """
+
+
+def _print_error(message: str, hint: str | None) -> None:
+    """One paragraph on stderr; colour only where it is wanted and can be seen."""
+    color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    click.echo(f"{click.style('error:', fg='red', bold=True) if color else 'error:'} {message}", err=True)
+    if hint:
+        click.echo(f"{click.style('hint:', fg='cyan', bold=True) if color else 'hint:'} {hint}", err=True)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        arguments: What follows the program's name; ``sys.argv`` by default.
+    """
+    try:
+        result: Any = cli.main(
+            args=list(arguments) if arguments is not None else None, prog_name="v100ctl", standalone_mode=False
+        )
+    except click.UsageError as error:
+        usage = error.ctx.get_usage() if error.ctx else ""
+        if usage:
+            click.echo(usage, err=True)
+        _print_error(error.format_message(), None)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        _print_error(error.format_message(), None)
+        return EXIT_ERROR
+    except V100ctlError as error:
+        _print_error(error.message, error.hint)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        _print_error("interrupted", "run the same command again: it goes on from what is there")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has gone (`| head`): not an error, but Python must not complain at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    # SIGTERM gets the same clean-up as Ctrl-C.
+    raise KeyboardInterrupt
+
+
+def main() -> NoReturn:
+    """The ``v100ctl`` program."""
+    signal.signal(signal.SIGTERM, _terminated)
+    sys.exit(run())

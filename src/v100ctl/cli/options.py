@@ -1,0 +1,180 @@
+"""Options that several commands share, and what they are turned into."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from v100ctl.examine import DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
+from v100ctl.fleet import Fleet, load_fleet
+from v100ctl.probe import HostKeyPolicy, Secrets
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def today() -> date:
+    """The date that plans are made for."""
+    return date.today()
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """Which hosts, and how they are reached: the options that :func:`host_options` adds, as one object."""
+
+    inventory: tuple[str, ...]
+    limit: str | None
+    vault_password_files: tuple[Path, ...]
+    ask_vault_pass: bool
+    ask_pass: bool
+    ask_become_pass: bool
+    accept_new_host_keys: bool
+    forks: int
+    timeout_s: float
+
+    def fleet(self) -> Fleet:
+        """Read the inventory.
+
+        Raises:
+            InventoryError: it cannot be read or is wrong.
+        """
+        vault_password = click.prompt("Vault password", hide_input=True, err=True) if self.ask_vault_pass else None
+        return load_fleet(
+            self.inventory, self.limit, vault_password_files=self.vault_password_files, vault_password=vault_password
+        )
+
+    def access(self) -> Access:
+        """How hosts are reached; asks for passwords where that was wanted."""
+        connection_password = click.prompt("SSH password", hide_input=True, err=True) if self.ask_pass else None
+        become_password = None
+        if self.ask_become_pass:
+            same = " (empty: the same)" if connection_password else ""
+            become_password = click.prompt(
+                f"sudo password{same}", hide_input=True, err=True, default=connection_password or "", show_default=False
+            )
+        if self.accept_new_host_keys:
+            policy = HostKeyPolicy.ACCEPT_NEW
+        else:
+            policy = HostKeyPolicy.ASK if sys.stdin.isatty() and sys.stderr.isatty() else HostKeyPolicy.REFUSE
+        return Access(
+            secrets=Secrets(connection_password=connection_password, become_password=become_password),
+            host_keys=policy,
+            forks=self.forks,
+            timeout_s=self.timeout_s,
+        )
+
+
+_HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
+    click.option(
+        "-i",
+        "--inventory",
+        multiple=True,
+        metavar="PATH",
+        help="Inventory; else $V100CTL_INVENTORY, else ./inventory/hosts.yml. May be given more than once.",
+    ),
+    click.option("-l", "--limit", metavar="PATTERN", help="Only these hosts (a pattern in Ansible's form)."),
+    click.option(
+        "--vault-password-file",
+        "vault_password_files",
+        multiple=True,
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File with the vault password. May be given more than once.",
+    ),
+    click.option("--ask-vault-pass", is_flag=True, help="Ask for the vault password."),
+    click.option("-k", "--ask-pass", is_flag=True, help="Ask for the SSH password."),
+    click.option("-K", "--ask-become-pass", is_flag=True, help="Ask for the sudo password."),
+    click.option(
+        "--accept-new-host-keys",
+        is_flag=True,
+        help="Accept SSH keys of hosts that are not known yet; a changed key is always refused.",
+    ),
+    click.option(
+        "-f", "--forks", type=click.IntRange(min=1), default=DEFAULT_FORKS, show_default=True, help="How many hosts at once."
+    ),
+    click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=1),
+        default=DEFAULT_PROBE_TIMEOUT_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="Most time for asking one host.",
+    ),
+)
+
+
+def host_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Add inventory and connection options; the command gets them as one argument, ``hosts``."""
+    names = {field.name for field in dataclasses.fields(HostOptions)}
+
+    @functools.wraps(command)
+    def wrapped(**parameters: Any) -> int:
+        common = {name: parameters.pop(name) for name in names}
+        return command(hosts=HostOptions(**common), **parameters)
+
+    decorated: Callable[..., int] = wrapped
+    for option in reversed(_HOST_OPTIONS):
+        decorated = option(decorated)
+    return decorated
+
+
+def output_options(command: _Command) -> _Command:
+    """``--json``, ``--no-color`` and ``-v``."""
+    for option in (
+        click.option("-v", "--verbose", "verbosity", count=True, help="Say more; twice for Ansible's own detail."),
+        click.option("--no-color", is_flag=True, help="No colours (NO_COLOR does the same)."),
+    ):
+        command = option(command)
+    return command
+
+
+def format_option(*formats: str) -> Callable[[_Command], _Command]:
+    """``--format`` with its short form ``--json``, and ``-o``."""
+
+    def decorate(command: _Command) -> _Command:
+        for option in (
+            click.option(
+                "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file instead of stdout."
+            ),
+            click.option("--json", "output_format", flag_value="json", help="Short for `--format json`."),
+            click.option(
+                "--format",
+                "output_format",
+                type=click.Choice(formats),
+                default=formats[0],
+                show_default=True,
+                help="How to print.",
+            ),
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def write_output(text: str, output: Path | None) -> None:
+    """Data goes to stdout, or whole to a file: made aside and renamed in."""
+    if output is None:
+        click.echo(text)
+        return
+    descriptor, aside = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+        # mkstemp makes the file private; a report is an ordinary file.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(aside).chmod(0o666 & ~umask)
+        Path(aside).replace(output)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise

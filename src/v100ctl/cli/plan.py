@@ -1,0 +1,77 @@
+"""``v100ctl plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output
+
+
+@click.command("plan", short_help="Show what would change on which host and why; touch nothing.")
+@host_options
+@click.option("--offline", is_flag=True, help="Ask no host: plan from --facts.")
+@click.option(
+    "--facts",
+    "facts_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A probe's document (JSON) to plan from, for one host.",
+)
+@format_option("table", "json")
+@output_options
+def command(
+    hosts: HostOptions,
+    offline: bool,
+    facts_file: Path | None,
+    output_format: str,
+    output: Path | None,
+    no_color: bool,
+    verbosity: int,
+) -> int:
+    """Show what would change on which host and why; touch nothing.
+
+    Exit code 0: every host is as planned. 2: something would change. 1: a host is refused or cannot be reached.
+    """
+    from v100ctl.cli.show import changes_table, console, print_rules
+    from v100ctl.examine import decide, examine
+    from v100ctl.facts import Facts
+    from v100ctl.plan.report import exit_code, host_document, plan_document
+
+    if offline != (facts_file is not None):
+        raise click.UsageError("--offline and --facts FILE belong together")
+    fleet = hosts.fleet()
+    if facts_file is not None:
+        if len(fleet.hosts) != 1:
+            raise click.UsageError(f"--facts is for one host, the inventory has {len(fleet.hosts)}: choose one with --limit")
+        (host,) = fleet.hosts.values()
+        try:
+            facts = Facts.model_validate_json(facts_file.read_bytes())
+        except ValueError as error:
+            raise click.BadParameter(f"{facts_file} is not a probe's document: {error}", param_hint="--facts") from error
+        examined = {host.name: decide(host, None, facts, as_of=today())}
+    else:
+        access = hosts.access()
+        examined = examine(list(fleet.hosts.values()), access, as_of=today())
+    document = plan_document(examined, as_of=today())
+    if output_format == "json":
+        write_output(json.dumps(document, indent=2), output)
+        return exit_code(document)
+    out = console(no_color=no_color)
+    with out.capture() as captured:
+        for name, state in examined.items():
+            described: dict[str, Any] = host_document(state)
+            out.print(f"[bold]{name}[/bold]  {described['verdict']}", markup=True)
+            if state.error is not None:
+                out.print(f"  error: {state.error.message}", markup=False)
+                if state.error.hint:
+                    out.print(f"  hint: {state.error.hint}", markup=False)
+            print_rules(out, state)
+            if described["changes"]:
+                out.print(changes_table(described["changes"]))
+            elif state.error is None:
+                out.print("  nothing would change")
+    write_output(captured.get().rstrip("\n"), output)
+    return exit_code(document)

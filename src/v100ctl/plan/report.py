@@ -1,0 +1,74 @@
+"""The plan as the JSON document ``v100ctl/plan/1``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date
+from typing import TYPE_CHECKING, Any
+
+from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError
+
+if TYPE_CHECKING:
+    from v100ctl.examine import Examined
+
+PLAN_SCHEMA = "v100ctl/plan/1"
+
+
+def host_document(state: Examined) -> dict[str, Any]:
+    """One host's part of the document. ``changes`` comes from the comparison, so plan and audit cannot disagree."""
+    plan = state.plan
+    if plan is None:
+        verdict = "unreachable" if isinstance(state.error, UnreachableError) else "error"
+        return {
+            "verdict": verdict,
+            "rules": [],
+            "instances": {},
+            "changes": [],
+            "error": state.error.message if state.error else "no facts",
+        }
+    units = {file.instance: file.content for file in plan.files if file.instance}
+    return {
+        "verdict": plan.verdict,
+        "rules": [
+            {"id": rule.id, "instance": rule.instance, "severity": rule.severity, "reason": rule.reason, "nearest": rule.nearest}
+            for rule in plan.rules
+        ],
+        "instances": {
+            instance.name: {
+                "argv": list(instance.argv),
+                "unit": units.get(instance.name, ""),
+                # Engines on the CPU hold no card; the ceiling belongs to a card's bandwidth.
+                "gpus": {},
+                "max_context_length": instance.max_context_length,
+                "decode_ceiling_tps": None,
+            }
+            for instance in plan.instances
+        },
+        "changes": [
+            {
+                "role": finding.role,
+                "what": finding.id,
+                "from": finding.actual,
+                "to": finding.expected,
+                "restarts": [name for name in finding.restarts if name in state.restarts],
+            }
+            for finding in state.changes
+        ],
+    }
+
+
+def plan_document(examined: Mapping[str, Examined], *, as_of: date) -> dict[str, Any]:
+    """The whole document."""
+    return {
+        "schema": PLAN_SCHEMA,
+        "as_of": as_of.isoformat(),
+        "hosts": {name: host_document(state) for name, state in examined.items()},
+    }
+
+
+def exit_code(document: Mapping[str, Any]) -> int:
+    """1 before 2 before 0, over all hosts of a plan document."""
+    hosts = document["hosts"].values()
+    if any(host["verdict"] in ("refused", "unreachable", "error") for host in hosts):
+        return EXIT_ERROR
+    return EXIT_DIFFERENCES if any(host["changes"] for host in hosts) else EXIT_OK

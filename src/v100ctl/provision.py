@@ -1,0 +1,288 @@
+"""Make hosts as planned, and prove it: probe, plan, roles, probe again, one real completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Literal
+
+from v100ctl.apply import ApplyResult, Reporter, run_playbook
+from v100ctl.apply import Secrets as AnsibleSecrets
+from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
+from v100ctl.examine import Access, Examined, examine
+from v100ctl.fleet import Fleet, FleetHost
+from v100ctl.plan.types import describe, plain_data
+from v100ctl.probe import PythonMissingError, install_python, open_session
+from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, Completion, ask
+
+HostStatus = Literal["unchanged", "changed", "would-change", "refused", "unreachable", "failed"]
+#: Asked before something that the user did not name is done; returns whether it may be.
+Confirm = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """How one host ended. ``proofs`` holds one answer for each instance that serves."""
+
+    status: HostStatus
+    examined: Examined
+    message: str = ""
+    hint: str | None = None
+    proofs: Mapping[str, Completion] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProvisionResult:
+    """How all hosts ended. ``log_path`` is Ansible's full output, ``None`` where Ansible did not run."""
+
+    hosts: Mapping[str, HostResult]
+    log_path: Path | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1 before 2 before 0, over all hosts."""
+        statuses = {result.status for result in self.hosts.values()}
+        if statuses & {"refused", "unreachable", "failed"}:
+            return EXIT_ERROR
+        return EXIT_DIFFERENCES if "would-change" in statuses else EXIT_OK
+
+
+def provision(
+    fleet: Fleet,
+    *,
+    access: Access,
+    reporter: Reporter,
+    as_of: date,
+    check: bool = False,
+    force: bool = False,
+    confirm: Confirm = lambda question: False,
+    verbosity: int = 0,
+) -> ProvisionResult:
+    """Bring every host of ``fleet`` to its plan.
+
+    A host that is as planned already is only asked for its proof; Ansible does not run for it unless ``force``.
+
+    Args:
+        fleet: The hosts.
+        access: How they are reached.
+        reporter: Where progress goes.
+        as_of: Today, for the plan.
+        check: Change nothing; say what would change.
+        force: Run the roles even where nothing differs.
+        confirm: Asked before Python is installed on a host that has none.
+        verbosity: Ansible's ``-v`` count.
+
+    Raises:
+        V100ctlError: more than one serving host would be restarted at once, or what the controller has to fetch cannot be had.
+    """
+    with reporter.phase(f"probing {_count(len(fleet.hosts), 'host')}"):
+        examined = _examine(list(fleet.hosts.values()), access, as_of, reporter, confirm, check=check)
+    results: dict[str, HostResult] = {}
+    to_apply: list[str] = []
+    for name, state in examined.items():
+        early = _early_result(state)
+        if early is not None:
+            results[name] = early
+            _report_failure(reporter, name, early)
+        elif state.changes or force:
+            to_apply.append(name)
+        else:
+            results[name] = HostResult("unchanged", state)
+    for name in to_apply:
+        _announce(reporter, examined[name])
+    _refuse_many_restarts({name: examined[name] for name in to_apply})
+
+    log_path: Path | None = None
+    if to_apply:
+        if not check:
+            _fetch([examined[name] for name in to_apply], reporter)
+        # ansible-playbook stays the one way in which a host is changed, so `--check` shows Ansible's own view too.
+        applied = run_playbook(
+            "provision",
+            fleet.sources if fleet.document is None else fleet.document,
+            to_apply,
+            check=check,
+            passwords=AnsibleSecrets(
+                connection_password=access.secrets.connection_password,
+                become_password=access.secrets.become_password,
+                vault_password=fleet.vault_password,
+            ),
+            vault_arguments=fleet.vault_arguments,
+            reporter=reporter,
+            verbosity=verbosity,
+            forks=access.forks,
+            # The plan of this very run: a run over midnight must not decide anew in the middle.
+            extra_vars={"v100ctl_as_of": as_of.isoformat()},
+        )
+        log_path = applied.log_path
+        results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check)
+    if not check:
+        for name, result in list(results.items()):
+            if result.status in ("unchanged", "changed"):
+                results[name] = _prove(name, result, reporter)
+    return ProvisionResult({name: results[name] for name in fleet.hosts}, log_path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _examine(
+    hosts: Sequence[FleetHost], access: Access, as_of: date, reporter: Reporter, confirm: Confirm, *, check: bool
+) -> dict[str, Examined]:
+    examined = examine(hosts, access, as_of=as_of)
+    without_python = [name for name, state in examined.items() if isinstance(state.error, PythonMissingError)]
+    for name in without_python:
+        state = examined[name]
+        if check or state.connection is None:
+            continue
+        with reporter.suspended():
+            allowed = confirm(f"{name} has no Python, which Ansible needs there. Install it?")
+        if not allowed:
+            continue
+        with reporter.phase(f"{name}: installing Python"), open_session(state.connection) as session:
+            install_python(session)
+        examined |= examine([state.host], access, as_of=as_of)
+    return examined
+
+
+def _early_result(state: Examined) -> HostResult | None:
+    """The result of a host that cannot be provisioned at all."""
+    if state.error is not None:
+        return HostResult("unreachable", state, state.error.message, state.error.hint)
+    if state.plan is not None and state.plan.verdict == "refused":
+        refusals = [describe(rule) for rule in state.plan.rules if rule.severity == "refuse"]
+        return HostResult("refused", state, "; ".join(refusals), f"`v100ctl plan --limit {state.host.name}` shows the whole plan")
+    return None
+
+
+def _report_failure(reporter: Reporter, name: str, result: HostResult) -> None:
+    reporter.failure(name, result.status, result.message, result.hint)
+
+
+def _announce(reporter: Reporter, state: Examined) -> None:
+    if state.plan is not None:
+        for rule in state.plan.rules:
+            if rule.severity == "warn":
+                reporter.warning(f"{state.host.name}: {describe(rule)}")
+    for finding in state.findings:
+        if finding.kind == "external":
+            reporter.warning(f"{state.host.name}: {finding.id}: {finding.actual}; {finding.fix}")
+
+
+def _refuse_many_restarts(states: Mapping[str, Examined]) -> None:
+    serving = [name for name, state in states.items() if state.restarts]
+    if len(serving) > 1:
+        raise V100ctlError(
+            f"this would restart servers on {len(serving)} hosts at once: {', '.join(serving)}",
+            hint="provision them one by one with `--limit HOST`, so that the others go on serving",
+        )
+
+
+def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
+    """Fetch what comes through the controller before any host is touched: a failure here leaves every host as it was."""
+    from v100ctl.artifacts import Cache, fetch_model, fetch_source
+
+    models = {}
+    builds = {}
+    for state in states:
+        if state.plan is None or state.facts is None:
+            continue
+        for model in state.plan.models:
+            found = state.facts.models.get(model.path)
+            present = found is not None and found.exists and found.sha256 == model.sha256
+            if model.source["kind"] in ("controller", "pypi") and not present:
+                models[model.sha256] = model
+        for release in state.plan.releases:
+            on_host = state.facts.release(release.path)
+            if on_host is None or on_host.problem:
+                builds[release.build_id] = release
+
+    def progress(done_bytes: int, total_bytes: int | None, label: str) -> None:
+        reporter.host_progress("", label, done_bytes, total_bytes, "bytes")
+
+    cache = Cache()
+    wanted_builds = [release for release in builds.values() if cache.find_release(release.build_id, reporter.note) is None]
+    if not models and not wanted_builds:
+        return
+    with reporter.phase("fetching what the hosts need"):
+        for model in models.values():
+            fetch_model(plain_data(model), progress, note=reporter.note)
+        for release in wanted_builds:
+            fetch_source(release.build, progress, note=reporter.note)
+        reporter.host_idle("")
+
+
+def _after_apply(
+    fleet: Fleet,
+    names: Sequence[str],
+    before: Mapping[str, Examined],
+    applied: ApplyResult,
+    access: Access,
+    reporter: Reporter,
+    as_of: date,
+    *,
+    check: bool,
+) -> dict[str, HostResult]:
+    failures = {failure.host: failure for failure in applied.failures}
+    unreachable = {name for name in names if name not in applied.hosts or applied.hosts[name].status == "unreachable"}
+    results: dict[str, HostResult] = {}
+    good: list[str] = []
+    for name in names:
+        failure = failures.get(name)
+        if failure is not None or name in unreachable:
+            message = f"{failure.task}: {failure.message}" if failure else "Ansible did not reach this host"
+            hint = failure.hint if failure else None
+            results[name] = HostResult("unreachable" if name in unreachable else "failed", before[name], message, hint)
+        elif check:
+            results[name] = HostResult("would-change" if before[name].changes else "unchanged", before[name])
+        else:
+            good.append(name)
+    if good:
+        with reporter.phase("probing again"):
+            after = examine([fleet.hosts[name] for name in good], access, as_of=as_of)
+        for name in good:
+            results[name] = _verdict_after(name, after[name], reporter)
+    return results
+
+
+def _verdict_after(name: str, state: Examined, reporter: Reporter) -> HostResult:
+    if state.error is not None:
+        result = HostResult("unreachable", state, state.error.message, state.error.hint)
+    elif state.changes:
+        left = "; ".join(f"{finding.id}: {finding.actual}" for finding in state.changes[:5])
+        result = HostResult(
+            "failed", state, f"the roles ran, but the host still differs from its plan: {left}", "run it again with `-v`"
+        )
+    else:
+        return HostResult("changed", state)
+    _report_failure(reporter, name, result)
+    return result
+
+
+def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
+    """One real completion from each instance, through SSH to the server's own port."""
+    plan, connection = result.examined.plan, result.examined.connection
+    if plan is None or connection is None or not plan.instances:
+        return result
+    proofs: dict[str, Completion] = {}
+    try:
+        with (
+            reporter.phase(f"{name}: asking {', '.join(item.name for item in plan.instances)}"),
+            open_session(connection) as session,
+        ):
+            for instance in plan.instances:
+                described = {
+                    "name": instance.name,
+                    "unit": instance.unit,
+                    "completion_url": instance.completion_url,
+                    "model_alias": instance.model_alias,
+                }
+                proofs[instance.name] = ask(session, described, PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS)
+    except V100ctlError as error:
+        failed = HostResult("failed", result.examined, error.message, error.hint, proofs)
+        _report_failure(reporter, name, failed)
+        return failed
+    return HostResult(result.status, result.examined, proofs=proofs)

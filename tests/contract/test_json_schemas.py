@@ -1,0 +1,93 @@
+"""Real output is held against the JSON Schemas in docs/reference/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.unit.factory import AS_OF, applied_facts, make_config, make_facts, make_plan
+from v100ctl.audit import AuditReport
+from v100ctl.cli.provision import result_document
+from v100ctl.errors import ProbeError, UnreachableError
+from v100ctl.examine import Examined, decide
+from v100ctl.facts import Facts
+from v100ctl.fleet import FleetHost
+from v100ctl.plan.report import exit_code, plan_document
+from v100ctl.provision import HostResult, ProvisionResult
+from v100ctl.serving import Completion
+
+REFERENCE = Path(__file__).parents[2] / "docs/reference"
+
+
+def validate(document: dict[str, Any], name: str) -> None:
+    """Raises where ``document``, as it is printed, is not what the schema says."""
+    schema = json.loads((REFERENCE / f"{name}.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(json.loads(json.dumps(document)), schema, cls=jsonschema.Draft202012Validator)
+
+
+def examined(facts: Facts, **config: Any) -> Examined:
+    return decide(FleetHost("h1", {}, make_config(**config)), None, facts, as_of=AS_OF)
+
+
+STATES = {
+    "clean": examined(applied_facts(make_plan())),
+    "bare": examined(make_facts()),
+    "refused": examined(make_facts(systemd=None)),
+    "unreachable": Examined(FleetHost("h1", {}, make_config()), error=UnreachableError("no route", hint="x")),
+    "broken": Examined(FleetHost("h1", {}, make_config()), error=ProbeError("no JSON")),
+}
+
+
+@pytest.mark.parametrize(("name", "code"), [("clean", 0), ("bare", 2), ("refused", 1), ("unreachable", 1), ("broken", 1)])
+def test_plan(name: str, code: int) -> None:
+    document = plan_document({"h1": STATES[name]}, as_of=AS_OF)
+    validate(document, "plan")
+    assert exit_code(document) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "code"),
+    [
+        ("clean", "clean", 0),
+        ("bare", "drift", 2),
+        ("refused", "error", 1),
+        ("unreachable", "unreachable", 1),
+        ("broken", "error", 1),
+    ],
+)
+def test_audit(name: str, status: str, code: int) -> None:
+    report = AuditReport({"h1": STATES[name]})
+    validate(report.to_json(), "audit")
+    assert (report.status("h1"), report.exit_code) == (status, code)
+
+
+def test_the_worst_host_decides_the_exit_code() -> None:
+    assert AuditReport({"a": STATES["clean"], "b": STATES["bare"]}).exit_code == 2
+    assert AuditReport({"a": STATES["unreachable"], "b": STATES["bare"]}).exit_code == 1
+    assert exit_code(plan_document({"a": STATES["refused"], "b": STATES["bare"]}, as_of=AS_OF)) == 1
+
+
+def test_provision() -> None:
+    proof = Completion("ready", 2, None, 0.25)
+    result = ProvisionResult(
+        {
+            "a": HostResult("changed", STATES["clean"], proofs={"chat": proof}),
+            "b": HostResult("would-change", STATES["bare"]),
+            "c": HostResult("unreachable", STATES["unreachable"], "no route"),
+        },
+        Path("/x/log"),
+    )
+    validate(result_document(result), "provision")
+    assert result.exit_code == 1
+
+
+def test_a_schema_refuses_what_it_does_not_know() -> None:
+    document = plan_document({"h1": STATES["bare"]}, as_of=AS_OF)
+    document["hosts"]["h1"]["surprise"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        validate(document, "plan")

@@ -1,0 +1,158 @@
+"""One list of things to check: a clean host has no findings, and each fault has its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from v100ctl.compare import compare, restarts
+from v100ctl.facts import Facts
+from v100ctl.plan import plan
+
+from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
+
+UNIT = "v100-chat.service"
+UNIT_FILE = f"/etc/systemd/system/{UNIT}"
+PLAN = make_plan()
+RELEASE = PLAN.releases[0]
+MODEL_PATH = PLAN.models[0].path
+PROCESS = {"pid": 100, "unit": UNIT, "executable": PLAN.instances[0].argv[0], "argv": PLAN.instances[0].argv, "user": "v100"}
+
+
+def changed_process(**changes: Any) -> dict[str, Any]:
+    return {"processes": [{**PROCESS, "environ": dict(PLAN.instances[0].environment), **changes}]}
+
+
+def test_a_host_as_planned_is_clean() -> None:
+    facts = applied_facts(PLAN)
+    assert compare(PLAN, facts) == ()
+    assert restarts(PLAN.to_role_variables(), facts.model_dump(by_alias=True)) == []
+
+
+def test_on_a_bare_host_everything_is_pending() -> None:
+    findings = compare(PLAN, make_facts())
+    assert {finding.kind for finding in findings} == {"pending"}
+    assert {finding.role for finding in findings} >= {"preflight", "llama_cpp", "model_store", "llm_server"}
+
+
+FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
+    ("package removed", {"packages": {"installed": {"libgomp1": None}}}, "package.missing:libgomp1", "drifted", "package"),
+    ("user removed", {"accounts": {"v100": None}}, "account.missing:v100", "drifted", "unit"),
+    ("release removed", {"releases": []}, f"release.missing:{RELEASE.build_id}", "drifted", "file"),
+    (
+        "release damaged",
+        {"releases": [{"path": RELEASE.path, "problem": "lib/libllama.so.0 is missing"}]},
+        f"release.damaged:{RELEASE.build_id}",
+        "drifted",
+        "file",
+    ),
+    (
+        "model removed",
+        {"models": {MODEL_PATH: {"exists": False, "sha256": ""}}},
+        f"model.missing:{MODEL_PATH}",
+        "drifted",
+        "file",
+    ),
+    ("model replaced", {"models": {MODEL_PATH: {"sha256": "cd" * 32}}}, f"model.wrong:{MODEL_PATH}", "drifted", "file"),
+    ("model touched", {"models": {MODEL_PATH: {"sha256": ""}}}, f"model.unverified:{MODEL_PATH}", "drifted", "file"),
+    ("unit file removed", {"files": {UNIT_FILE: None}}, f"file.missing:{UNIT_FILE}", "drifted", "file"),
+    ("unit file is a link", {"files": {UNIT_FILE: {"kind": "symlink"}}}, f"file.missing:{UNIT_FILE}", "drifted", "file"),
+    (
+        "unit file edited",
+        {"files": {UNIT_FILE: {"sha256": "00", "content": "x"}}},
+        f"file.content:{UNIT_FILE}",
+        "drifted",
+        "file",
+    ),
+    ("unit file opened", {"files": {UNIT_FILE: {"mode": "0666"}}}, f"file.mode:{UNIT_FILE}", "drifted", "file"),
+    ("unit not loaded", {"units": {UNIT: {"load_state": "not-found"}}}, f"unit.missing:{UNIT}", "drifted", "unit"),
+    ("unit disabled", {"units": {UNIT: {"unit_file_state": "disabled"}}}, f"unit.disabled:{UNIT}", "drifted", "unit"),
+    (
+        "unit masked",
+        {"units": {UNIT: {"load_state": "masked", "unit_file_state": "masked"}}},
+        f"unit.masked:{UNIT}",
+        "drifted",
+        "unit",
+    ),
+    ("unit not reloaded", {"units": {UNIT: {"need_daemon_reload": True}}}, f"unit.stale:{UNIT}", "drifted", "unit"),
+    ("unit failed", {"units": {UNIT: {"active_state": "failed"}}, "processes": []}, f"unit.inactive:{UNIT}", "drifted", "unit"),
+    ("drop-in added", {"units": {UNIT: {"drop_in_paths": ["/etc/x.conf"]}}}, "unit.drop-in:/etc/x.conf", "external", "unit"),
+    ("process of another plan", changed_process(environ={}), "process.stale:chat", "pending", "process"),
+    ("process of a deleted program", changed_process(executable_deleted=True), "process.executable:chat", "drifted", "process"),
+    ("process with other words", changed_process(argv=["x"]), "process.argv:chat", "drifted", "process"),
+    ("process of another user", changed_process(user="root"), "process.user:chat", "drifted", "process"),
+    ("server loading", {"health": {"chat": {"status": 503}}}, "service.unhealthy:chat", "drifted", "service"),
+    ("server mute", {"health": {"chat": {"status": None, "error": "timed out"}}}, "service.unhealthy:chat", "drifted", "service"),
+]
+
+
+def faulty(changes: dict[str, Any]) -> Facts:
+    """A clean host with one fault; ``None`` in a mapping removes the entry."""
+    document = applied_facts(PLAN).model_dump(by_alias=True)
+
+    def apply(target: dict[str, Any], change: dict[str, Any]) -> None:
+        for key, value in change.items():
+            if value is None and key not in ("status", "systemd"):
+                del target[key]
+            elif isinstance(value, dict) and isinstance(target.get(key), dict):
+                apply(target[key], value)
+            else:
+                target[key] = value
+
+    apply(document, changes)
+    return Facts.model_validate(document)
+
+
+@pytest.mark.parametrize(("name", "changes", "identifier", "kind", "layer"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_one_fault_is_one_finding(name: str, changes: dict[str, Any], identifier: str, kind: str, layer: str) -> None:
+    findings = compare(PLAN, faulty(changes))
+    assert [(finding.id, finding.kind, finding.layer) for finding in findings] == [(identifier, kind, layer)]
+    (finding,) = findings
+    assert finding.expected != finding.actual
+    assert finding.fix
+
+
+def test_a_changed_inventory_is_pending_and_names_the_restart() -> None:
+    applied = applied_facts(PLAN)
+    moved_on = plan("h1", make_config({"settings": {"context_length": 1024}}), applied, as_of=AS_OF)
+    findings = compare(moved_on, applied)
+    assert {finding.kind for finding in findings} == {"pending"}
+    assert {name for finding in findings for name in finding.restarts} == {"chat"}
+    assert restarts(moved_on.to_role_variables(), applied.model_dump(by_alias=True)) == ["chat"]
+
+
+def test_a_removed_instance_is_pending_until_it_is_gone() -> None:
+    applied = applied_facts(PLAN)
+    without = plan("h1", make_config(llm_server_instances={}), applied, as_of=AS_OF)
+    assert f"unit.unwanted:{UNIT}" in {finding.id for finding in compare(without, applied)}
+    gone = faulty({"files": {UNIT_FILE: None}, "units": {UNIT: None}, "processes": [], "listeners": [], "health": {}})
+    assert f"unit.unwanted:{UNIT}" not in {finding.id for finding in compare(without, gone)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"processes": []}, ["chat"]),
+        ({"units": {UNIT: {"active_state": "failed"}}}, ["chat"]),
+        ({"units": {UNIT: {"active_state": "activating"}}}, ["chat"]),
+        (changed_process(environ={}), ["chat"]),
+        (changed_process(executable_deleted=True), ["chat"]),
+        (changed_process(argv=["x"]), ["chat"]),
+        # A mode that was changed needs no restart: the process is the planned one.
+        ({"files": {UNIT_FILE: {"mode": "0666"}}}, []),
+    ],
+)
+def test_restarts_are_decided_on_the_running_process(changes: dict[str, Any], expected: list[str]) -> None:
+    assert restarts(PLAN.to_role_variables(), faulty(changes).model_dump(by_alias=True)) == expected
+
+
+def test_a_secret_file_shows_hashes_only() -> None:
+    import dataclasses
+
+    secret = dataclasses.replace(PLAN, files=tuple(dataclasses.replace(file, secret=True) for file in PLAN.files))
+    facts = faulty({"files": {UNIT_FILE: {"sha256": "00", "content": "tampered"}}})
+    (finding,) = compare(secret, facts)
+    assert "tampered" not in finding.actual
+    assert PLAN.files[0].content not in finding.expected

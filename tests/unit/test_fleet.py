@@ -1,0 +1,173 @@
+"""The inventory: what is read, what is refused, and how the message helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from v100ctl.errors import InventoryError
+from v100ctl.fleet import adhoc_fleet, default_inventory, load_fleet, parse_config, parse_target
+
+from .factory import MODEL, make_config
+
+
+def write_inventory(folder: Path, hosts: dict[str, Any], **variables: Any) -> Path:
+    path = folder / "hosts.yml"
+    path.write_text(yaml.safe_dump({"all": {"hosts": hosts, "vars": variables}}))
+    return path
+
+
+def test_defaults_come_from_the_roles() -> None:
+    config = parse_config("h1", {})
+    assert config.llama_cpp_build == 11434
+    assert config.llama_cpp_cuda_architectures == "70"
+    assert config.llm_server_instances == {}
+
+
+def test_templates_and_groups_work_as_in_ansible(tmp_path: Path) -> None:
+    group_vars = tmp_path / "group_vars"
+    group_vars.mkdir()
+    (group_vars / "all.yml").write_text("base_port: 8000\n")
+    inventory = write_inventory(
+        tmp_path,
+        {"h1": {"llm_server_instances": {"chat": {"model": MODEL, "port": "{{ base_port + 1 }}"}}}, "h2": None},
+        llama_cpp_backend="cpu",
+    )
+    fleet = load_fleet([inventory])
+    assert list(fleet.hosts) == ["h1", "h2"]
+    assert fleet.hosts["h1"].config.llm_server_instances["chat"].port == 8001
+    assert type(fleet.hosts["h1"].variables["llama_cpp_backend"]) is str
+
+
+def test_limit_narrows_and_builders_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yml"
+    path.write_text(
+        yaml.safe_dump({"all": {"hosts": {"h1": None, "h2": None}, "children": {"builders": {"hosts": {"b1": None}}}}})
+    )
+    assert list(load_fleet([path]).hosts) == ["h1", "h2"]
+    assert list(load_fleet([path], "h2").hosts) == ["h2"]
+    with pytest.raises(InventoryError, match="no hosts that match `nothing`"):
+        load_fleet([path], "nothing")
+
+
+def test_one_host_changes_one_key(tmp_path: Path) -> None:
+    inventory = write_inventory(
+        tmp_path,
+        {"h1": {"llm_server_instance_overrides": {"chat": {"settings": {"context_length": 512}}}}},
+        llm_server_instances={"chat": {"model": MODEL, "settings": {"context_length": 4096, "parallel": 2}}},
+    )
+    settings = load_fleet([inventory]).hosts["h1"].config.llm_server_instances["chat"].settings
+    assert (settings.context_length, settings.parallel) == (512, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message", "hint"),
+    [
+        ({"llm_server_instances": {"chat": {"model": MODEL, "prot": 1}}}, r"prot`: no such key", "`port`"),
+        (
+            {"llm_server_instances": {"chat": {"model": MODEL, "settings": {"contextlength": 1}}}},
+            "no such key",
+            "`context_length`",
+        ),
+        ({"llm_server_instance": {}}, "`llm_server_instance` is not known", "`llm_server_instances`"),
+        ({"llm_server_instances": {"chat": {}}}, r"model`: is missing", None),
+        ({"llm_server_instances": {"chat": {"model": {"sha256": "a" * 64}}}}, "exactly one of", None),
+        ({"llm_server_instances": {"chat": {"model": {**MODEL, "path": "/x"}}}}, "exactly one of", None),
+        ({"llm_server_instances": {"chat": {"model": {"path": "x.gguf", "sha256": "a" * 64}}}}, "absolute path", None),
+        ({"llm_server_instances": {"chat": {"model": {"path": "/x/../y", "sha256": "a" * 64}}}}, r"\.\.", None),
+        ({"llm_server_instances": {"chat": {"model": {"path": "/x", "sha256": "abc"}}}}, "64 hexadecimal", None),
+        ({"llm_server_instances": {"Chat_1": {"model": MODEL}}}, "lower-case", None),
+        ({"llm_server_instances": {"chat": {"model": MODEL, "port": 70000}}}, "port", None),
+        ({"llm_server_instances": {"chat": {"model": MODEL, "listen": "example.org"}}}, "IP address", None),
+        ({"llm_server_instances": []}, "must be a mapping", None),
+        ({"llm_server_instance_overrides": {"other": {}}}, "names other", "known here: none"),
+        ({"llama_cpp_backend": "rocm"}, "llama_cpp_backend", None),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_host(variables: dict[str, Any], message: str, hint: str | None) -> None:
+    with pytest.raises(InventoryError, match=message) as caught:
+        parse_config("gpu7", variables)
+    assert caught.value.message.startswith("host gpu7: ")
+    if hint is not None:
+        assert hint in (caught.value.hint or "")
+
+
+def test_yaml_booleans_are_flash_attention_values() -> None:
+    on = make_config({"settings": {"flash_attention": True}}).llm_server_instances["chat"].settings
+    off = make_config({"settings": {"flash_attention": False}}).llm_server_instances["chat"].settings
+    assert (on.flash_attention, off.flash_attention) == ("on", "off")
+
+
+def test_other_variables_are_left_alone() -> None:
+    parse_config("h1", {"my_own": 1, "llm_server_proof_max_tokens": 4, "ansible_user": "x"})
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2", "all: {hosts: 5}", "\x00"])
+def test_an_unreadable_inventory_is_one_error(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "hosts.yml"
+    path.write_text(content)
+    with pytest.raises(InventoryError):
+        load_fleet([path])
+
+
+def test_without_an_inventory_the_error_says_where_it_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("V100CTL_INVENTORY", raising=False)
+    with pytest.raises(InventoryError, match="V100CTL_INVENTORY") as caught:
+        default_inventory()
+    assert "v100ctl init" in (caught.value.hint or "")
+    monkeypatch.setenv("V100CTL_INVENTORY", "somewhere")
+    assert default_inventory() == Path("somewhere")
+    with pytest.raises(InventoryError, match="does not exist"):
+        load_fleet()
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "connection"),
+    [
+        ("gpu1", "gpu1", {"ansible_host": "gpu1"}),
+        ("admin@gpu1.example", "gpu1.example", {"ansible_host": "gpu1.example", "ansible_user": "admin"}),
+        ("admin@10.0.0.5:2222", "10.0.0.5", {"ansible_host": "10.0.0.5", "ansible_user": "admin", "ansible_port": 2222}),
+        ("[fe80::1]:22", "fe80::1", {"ansible_host": "fe80::1", "ansible_port": 22}),
+        ("localhost", "localhost", {"ansible_connection": "local"}),
+    ],
+)
+def test_targets(target: str, name: str, connection: dict[str, Any]) -> None:
+    assert parse_target(target) == (name, connection)
+
+
+@pytest.mark.parametrize("target", ["", "a b", "-oProxyCommand=x", "user@-x", "a@b@c", "h:99999", "h:0", "x;y", "$(x)", "h\n"])
+def test_what_is_no_host_is_refused(target: str) -> None:
+    with pytest.raises(InventoryError, match="is not a host"):
+        parse_target(target)
+
+
+@given(st.text(max_size=40))
+def test_no_target_can_smuggle_an_option(target: str) -> None:
+    try:
+        name, connection = parse_target(target)
+    except InventoryError:
+        return
+    for value in (name, connection.get("ansible_host", name), connection.get("ansible_user", "x")):
+        assert not str(value).startswith("-")
+        assert not set(str(value)) & set(" \t\r\n;|&$`'\"\\")
+
+
+def test_hosts_of_the_command_line_make_a_fleet() -> None:
+    fleet = adhoc_fleet(["admin@gpu1", "localhost"], {"llm_server_instances": {"chat": {"model": MODEL}}})
+    assert list(fleet.hosts) == ["gpu1", "localhost"]
+    assert fleet.document is not None
+    assert fleet.document["all"]["hosts"]["gpu1"]["ansible_user"] == "admin"
+    with pytest.raises(InventoryError, match="named twice"):
+        adhoc_fleet(["a@gpu1", "b@gpu1"], {})
+
+
+def test_secrets_do_not_show_in_a_repr() -> None:
+    fleet = adhoc_fleet(["gpu1"], {"ansible_become_password": "s3cret"})
+    assert "s3cret" not in repr(fleet.hosts["gpu1"])
+    assert "s3cret" not in repr(make_config({"api_keys": ["s3cret"]}))
