@@ -1,0 +1,1548 @@
+"""Look at this host and print one JSON document about it (schema ``v100ctl/facts/1``).
+
+Runs on the host that is looked at: ``python3 -I -S -B - --request JSON`` with this file on stdin, or as a file. Standard
+library only, Python >= 3.8; the syntax stays within 3.6, so that an older Python can say in one line that it is too old.
+
+``--request JSON`` is what the controller wants looked at beside the places that the toolkit manages (``ProbeRequest`` in
+``facts.py``). ``--locks`` prints only ``{"package_locks": [...]}``.
+
+Three promises:
+
+* It changes nothing: no temporary files, no bytecode, no tool that writes.
+* It never hangs. All looking is done in a forked worker that reports result by result. A worker that falls silent (a stat on a
+  dead NFS server, a ``/proc`` read of a stuck process) is killed, not waited for, and another one goes on with the next part.
+* A part that fails is named in ``errors`` and takes no other part with it.
+
+Contents of ``*.keys``, ``*.env`` and of files that others may not read are never sent, nor any environment variable whose name
+does not start with ``V100CTL_``.
+"""
+
+import sys
+
+sys.dont_write_bytecode = True
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import threading
+import time
+
+# Typing costs a host several milliseconds a run, and annotations must not be evaluated by an old Python: so they are quoted.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Iterator
+
+    Document = dict[str, Any]
+
+SCHEMA = "v100ctl/facts/1"
+MINIMUM_PYTHON = (3, 8)
+#: Exit code of a Python that is too old (EX_CONFIG of sysexits.h).
+EXIT_TOO_OLD = 78
+
+BUDGET_S = 20.0
+DEEP_BUDGET_S = 3600.0
+TASK_LIMIT_S = 5.0
+SMI_LIMIT_S = 10.0
+COMMAND_OUTPUT_BYTES = 8 << 20
+MAX_FILES = 500
+MAX_DEPTH = 8
+MAX_CONTENT_BYTES = 64 << 10
+MAX_CONTENT_TOTAL_BYTES = 4 << 20
+MAX_HASHED_BYTES = 8 << 20
+MAX_DOCUMENT_BYTES = 2 << 20
+MAX_STATUS_BYTES = 64 << 20
+MAX_RELEASES = 100
+MAX_RELEASE_FILES = 5000
+MAX_UNITS = 200
+MAX_LISTENERS = 1000
+MAX_PROC_LINKS = 200000
+
+CONFIG_DIR = "/etc/v100ctl"
+UNIT_DIR = "/etc/systemd/system"
+CRON_FILE = "/etc/cron.d/v100ctl"
+ENGINES_DIR = "/opt/v100ctl/engines"
+MODEL_RECORDS_DIR = "/var/lib/v100ctl/state/models"
+HOST_JSON = "/etc/v100ctl/host.json"
+PACKAGE_LOCKS = (
+    "/var/lib/dpkg/lock-frontend",
+    "/var/lib/dpkg/lock",
+    "/var/lib/apt/lists/lock",
+    "/var/cache/apt/archives/lock",
+    "/var/lib/rpm/.rpm.lock",
+    "/usr/lib/sysimage/rpm/.rpm.lock",
+)
+# A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
+UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service")
+UNIT_PROPERTIES = (
+    "Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,NeedDaemonReload,MainPID,Result,NRestarts"
+)
+COMMAND_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    "SYSTEMD_COLORS": "0",
+    "SYSTEMD_PAGER": "",
+}
+CAP_SYS_RESOURCE = 24
+X86_LEVELS = (
+    ("x86-64-v2", ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")),
+    ("x86-64-v3", ("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")),
+    ("x86-64-v4", ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")),
+)
+
+
+class ProbeFailure(Exception):
+    """Something could not be learned; the text says what and why."""
+
+
+# --- reading, bounded ---------------------------------------------------------------------------------------------------------
+
+
+def text(raw: "bytes | str") -> str:
+    """Text that JSON can carry: bytes that are not UTF-8, and the surrogates that stand for them in paths, are replaced."""
+    if isinstance(raw, str):
+        raw = raw.encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "replace")
+
+
+def open_regular(path: str, follow: bool = False) -> int:
+    """Open a regular file for reading without ever blocking on a FIFO or a device.
+
+    Raises:
+        OSError: it cannot be opened, or is a link and ``follow`` is false.
+        ProbeFailure: it is not a regular file.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ProbeFailure("not a regular file")
+    return descriptor
+
+
+def read_descriptor(descriptor: int, limit_bytes: int) -> bytes:
+    """At most ``limit_bytes`` of an open file."""
+    chunks = []
+    left = limit_bytes
+    while left > 0:
+        chunk = os.read(descriptor, min(left, 1 << 20))
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
+
+
+def read_file(path: str, limit_bytes: int = 1 << 20, follow: bool = True) -> bytes:
+    """At most ``limit_bytes`` of a regular file (kernel files in ``/proc`` and ``/sys`` count as such)."""
+    descriptor = open_regular(path, follow=follow)
+    try:
+        return read_descriptor(descriptor, limit_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: str, default: "str | None" = None, limit_bytes: int = 1 << 20) -> str:
+    """A file as text without surrounding blanks; ``default``, where given, if it cannot be read."""
+    try:
+        return text(read_file(path, limit_bytes)).strip()
+    except (OSError, ProbeFailure):
+        if default is None:
+            raise
+        return default
+
+
+def read_json(path: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> "Document":
+    """A JSON object from a regular file.
+
+    Raises:
+        OSError: it cannot be read.
+        ProbeFailure: it is too large, not a regular file, or not a JSON object.
+    """
+    raw = read_file(path, limit_bytes + 1, follow=False)
+    if len(raw) > limit_bytes:
+        raise ProbeFailure(f"larger than {limit_bytes} bytes")
+
+    def refuse(constant: str) -> "Any":
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        document = json.loads(raw.decode("utf-8"), parse_constant=refuse)
+    except RecursionError:
+        raise ProbeFailure("nested too deeply") from None
+    except ValueError as error:
+        raise ProbeFailure(f"not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ProbeFailure("not a JSON object")
+    return document
+
+
+def hash_descriptor(descriptor: int) -> str:
+    """SHA-256 of an open file from where it stands."""
+    digest = hashlib.sha256()
+    while True:
+        chunk = os.read(descriptor, 1 << 20)
+        if not chunk:
+            return digest.hexdigest()
+        digest.update(chunk)
+
+
+def kill_group(pid: int) -> None:
+    """Kill a process and all that it started; one that is gone is fine."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except OSError:
+            continue
+
+
+class Command:
+    """An external program in a process group of its own, with a time limit. One that cannot be killed is left behind."""
+
+    def __init__(self, argv: "list[str]", limit_s: float) -> None:
+        self.argv = argv
+        self.deadline_s = time.monotonic() + limit_s
+        self.limit_s = limit_s
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=COMMAND_ENVIRONMENT,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def finish(self) -> "tuple[int | None, bytes]":
+        """Exit code (``None``: the time ran out) and what it wrote (stdout and stderr together, bounded)."""
+        pipe = self.process.stdout
+        if pipe is None:
+            raise ProbeFailure("no pipe")
+        chunks = []
+        left = COMMAND_OUTPUT_BYTES
+        poller = select.poll()
+        poller.register(pipe, select.POLLIN | select.POLLHUP)
+        while left > 0:
+            wait_s = self.deadline_s - time.monotonic()
+            if wait_s <= 0 or not poller.poll(wait_s * 1000):
+                break
+            chunk = os.read(pipe.fileno(), 1 << 16)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            left -= len(chunk)
+        # Its output may have ended a moment before the program itself does.
+        while self.process.poll() is None and time.monotonic() < self.deadline_s and left > 0:
+            time.sleep(0.002)
+        code = self.process.poll()
+        if code is None:
+            kill_group(self.process.pid)
+        pipe.close()
+        if left <= 0:
+            raise ProbeFailure(f"`{self.argv[0]}` printed more than {COMMAND_OUTPUT_BYTES} bytes")
+        return code, b"".join(chunks)
+
+
+def run_command(argv: "list[str]", limit_s: float) -> str:
+    """What a program printed.
+
+    Raises:
+        ProbeFailure: it is missing, failed, or took longer than ``limit_s``.
+    """
+    try:
+        code, output = Command(argv, limit_s).finish()
+    except FileNotFoundError:
+        raise ProbeFailure(f"`{argv[0]}` is not installed") from None
+    if code is None:
+        raise ProbeFailure(f"`{argv[0]}` gave no answer within {limit_s:g} s")
+    if code != 0:
+        raise ProbeFailure(f"`{argv[0]}` failed with {code}: {text(output).strip()[:300]}")
+    return text(output)
+
+
+# --- the host -----------------------------------------------------------------------------------------------------------------
+
+
+def parse_os_release(content: str) -> "Document":
+    """``/etc/os-release`` (shell assignments, quoted or not) as the fields of ``Distribution``."""
+    values = {}
+    for line in content.splitlines():
+        name, separator, value = line.strip().partition("=")
+        if not separator or name.startswith("#"):
+            continue
+        value = value.strip()
+        if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
+            quote = value[0]
+            value = value[1:-1]
+            if quote == '"':
+                value = re.sub(r'\\([\\"$`])', r"\1", value)
+        values[name] = value
+    return {
+        "id": values.get("ID", ""),
+        "version_id": values.get("VERSION_ID", ""),
+        "codename": values.get("VERSION_CODENAME", ""),
+        "name": values.get("PRETTY_NAME", "") or values.get("NAME", ""),
+        "id_like": values.get("ID_LIKE", "").split(),
+    }
+
+
+def collect_distribution(etc: str = "/etc/os-release", usr: str = "/usr/lib/os-release") -> "Document":
+    """The distribution, from the first of two places that the specification names."""
+    return parse_os_release(read_text(etc, "") or read_text(usr))
+
+
+def collect_libc() -> "Document":
+    """The C library: glibc says its version itself; musl shows by its loader's name."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (ValueError, OSError):
+        name, version = "", ""
+    if not name:
+        for folder in ("/lib", "/usr/lib"):
+            if any(entry.startswith("ld-musl-") for entry in os.listdir(folder)):
+                return {"name": "musl", "version": ""}
+    return {"name": name, "version": version}
+
+
+def collect_virtualization(root: str = "/") -> str:
+    """``none``, or the container or virtual machine that this is, in systemd's words."""
+    told = read_text(os.path.join(root, "run/systemd/container"), "")
+    if told:
+        return told[:64]
+    for mark, name in (("run/.containerenv", "podman"), (".dockerenv", "docker")):
+        if os.path.exists(os.path.join(root, mark)):
+            return name
+    try:
+        environment = read_file(os.path.join(root, "proc/1/environ"), 1 << 16).split(b"\0")
+    except (OSError, ProbeFailure):
+        environment = []
+    for entry in environment:
+        if entry.startswith(b"container="):
+            return text(entry[10:])[:64] or "container-other"
+    vendor = " ".join(read_text(os.path.join(root, "sys/class/dmi/id", name), "") for name in ("sys_vendor", "product_name"))
+    for mark, name in (
+        ("KVM", "kvm"),
+        ("QEMU", "qemu"),
+        ("VMware", "vmware"),
+        ("VirtualBox", "oracle"),
+        ("Xen", "xen"),
+        ("Virtual Machine", "microsoft"),
+        ("Amazon EC2", "amazon"),
+        ("Google Compute Engine", "google"),
+    ):
+        if mark in vendor:
+            return name
+    flags = re.search(r"^flags\s*:(.*)$", read_text(os.path.join(root, "proc/cpuinfo"), ""), re.M)
+    return "vm-other" if flags and "hypervisor" in flags.group(1).split() else "none"
+
+
+def x86_level(flags: "set[str]") -> str:
+    """The highest x86-64 micro-architecture level that a CPU with these ``/proc/cpuinfo`` flags reaches."""
+    level = "x86-64" if "lm" in flags else ""
+    for name, needed in X86_LEVELS:
+        if not level or not flags.issuperset(needed):
+            break
+        level = name
+    return level
+
+
+def parse_cpuinfo(content: str) -> "Document":
+    """``/proc/cpuinfo``: model name, number of logical and physical CPUs, level."""
+    logical = 0
+    cores = set()
+    model = ""
+    flags = set()  # type: set[str]
+    package = core = ""
+    for line in [*content.splitlines(), ""]:
+        name, _, value = line.partition(":")
+        name, value = name.strip(), value.strip()
+        if name == "processor":
+            logical += 1
+        elif name in ("model name", "cpu", "Processor") and not model:
+            model = value
+        elif name == "flags" and not flags:
+            flags = set(value.split())
+        elif name == "physical id":
+            package = value
+        elif name == "core id":
+            core = value
+        elif not name and core:
+            cores.add((package, core))
+            package = core = ""
+    return {"model": model, "logical_count": logical, "physical_count": len(cores) or logical, "level": x86_level(flags)}
+
+
+def cgroup_cpu_limit(root: str = "/sys/fs/cgroup") -> "float | None":
+    """CPUs that this host's own top control group allows (a container's ceiling), or ``None``."""
+    try:
+        quota, _, period = read_text(os.path.join(root, "cpu.max"), "").partition(" ")
+        if not quota:
+            quota = read_text(os.path.join(root, "cpu/cpu.cfs_quota_us"), "-1")
+            period = read_text(os.path.join(root, "cpu/cpu.cfs_period_us"), "100000")
+        if quota == "max" or int(quota) <= 0:
+            return None
+        return int(quota) / int(period)
+    except (ValueError, ZeroDivisionError):
+        return None
+
+
+def collect_numa_nodes(root: str = "/sys/devices/system/node") -> "list[Document]":
+    """NUMA nodes with their CPUs and memory; empty where the kernel shows none."""
+    nodes = []
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    for name in names:
+        if not re.fullmatch(r"node[0-9]{1,6}", name):
+            continue
+        folder = os.path.join(root, name)
+        memory = re.search(r"MemTotal:\s*([0-9]+) kB", read_text(os.path.join(folder, "meminfo"), ""))
+        nodes.append(
+            {
+                "id": int(name[4:]),
+                "cpus": read_text(os.path.join(folder, "cpulist"), ""),
+                "memory_bytes": int(memory.group(1)) * 1024 if memory else 0,
+            }
+        )
+    return sorted(nodes, key=lambda node: int(str(node["id"])))
+
+
+def collect_cpu() -> "Document":
+    """Processors. What is usable is what PID 1 may run on, since services inherit from it, within the control group's quota."""
+    cpu = parse_cpuinfo(read_text("/proc/cpuinfo", limit_bytes=16 << 20))
+    try:
+        usable = len(os.sched_getaffinity(1))
+    except OSError:
+        usable = len(os.sched_getaffinity(0))
+    quota = cgroup_cpu_limit()
+    if quota is not None:
+        usable = min(usable, max(1, int(quota)))
+    cpu["usable_count"] = usable
+    cpu["numa_nodes"] = collect_numa_nodes()
+    return cpu
+
+
+def parse_meminfo(content: str) -> "Document":
+    """``/proc/meminfo`` in bytes."""
+    values = {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s*([0-9]+) kB$", content, re.M)}
+    return {
+        "total_bytes": values.get("MemTotal", 0),
+        "available_bytes": values.get("MemAvailable", values.get("MemFree", 0)),
+        "swap_total_bytes": values.get("SwapTotal", 0),
+        "swap_free_bytes": values.get("SwapFree", 0),
+    }
+
+
+def parse_limits(content: str) -> "dict[str, tuple[int | None, int | None]]":
+    """``/proc/PID/limits``: name -> (soft, hard), ``None`` for unlimited."""
+    limits = {}
+    for name, soft, hard in re.findall(r"^(Max [a-z ]+?)\s{2,}(unlimited|[0-9]+)\s+(unlimited|[0-9]+)", content, re.M):
+        limits[name] = (None if soft == "unlimited" else int(soft), None if hard == "unlimited" else int(hard))
+    return limits
+
+
+def status_field(content: str, name: str) -> str:
+    """One field of ``/proc/PID/status``, empty if it is not there."""
+    found = re.search(rf"^{re.escape(name)}:[ \t]*(.*)$", content, re.M)
+    return found.group(1).strip() if found else ""
+
+
+def collect_limits(proc: str = "/proc") -> "Document":
+    """The most that a service can be given: what PID 1 may raise to, or its own hard limits where it may not raise."""
+    hard = parse_limits(read_text(os.path.join(proc, "1/limits")))
+    capabilities = status_field(read_text(os.path.join(proc, "1/status")), "CapEff")
+    # Inside a user namespace the capability is there but does not count for the kernel's limits.
+    whole = read_text(os.path.join(proc, "self/uid_map"), "").split() in (["0", "0", "4294967295"], [])
+    nofile_hard, memlock_hard = hard["Max open files"][1], hard["Max locked memory"][1]
+    if whole and capabilities and int(capabilities, 16) & (1 << CAP_SYS_RESOURCE):
+        nofile_hard = int(read_text(os.path.join(proc, "sys/fs/nr_open"), "0")) or nofile_hard
+        memlock_hard = None
+    return {"nofile_hard": nofile_hard, "memlock_hard_bytes": memlock_hard}
+
+
+def unescape_mount(field: str) -> str:
+    """A path from ``/proc/self/mounts`` with its octal escapes resolved."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), field)
+
+
+def find_mount(path: str, mounts: str) -> "tuple[str, str]":
+    """Device and mount point of the filesystem that holds ``path``, by ``/proc/self/mounts``; the last mount on a point wins."""
+    best = ("", "")
+    for line in mounts.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 4:
+            continue
+        point = unescape_mount(fields[1])
+        if (path == point or path.startswith(point.rstrip("/") + "/")) and len(point) >= len(best[1]):
+            best = (unescape_mount(fields[0]), point)
+    return best
+
+
+def collect_filesystem(path: str) -> "Document":
+    """The filesystem of a path or of its nearest existing parent."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest) and nearest != "/":
+        nearest = os.path.dirname(nearest)
+    space = os.statvfs(nearest)
+    device, mount = find_mount(os.path.realpath(nearest), read_text("/proc/self/mounts", "", limit_bytes=4 << 20))
+    return {
+        "mount": mount,
+        "device": device,
+        "total_bytes": space.f_blocks * space.f_frsize,
+        # Root may use the blocks that are set aside for it.
+        "free_bytes": space.f_bfree * space.f_frsize,
+        "read_only": bool(space.f_flag & os.ST_RDONLY),
+    }
+
+
+# --- accounts -----------------------------------------------------------------------------------------------------------------
+# Read from the files: a lookup through NSS may wait for a directory server that does not answer.
+
+
+def parse_passwd(content: str) -> "dict[str, list[str]]":
+    """``/etc/passwd``: name -> its seven fields."""
+    rows = (line.split(":") for line in content.splitlines())
+    return {row[0]: row for row in rows if len(row) == 7 and row[2].isdigit() and row[3].isdigit()}
+
+
+def parse_group(content: str) -> "dict[str, tuple[int, list[str]]]":
+    """``/etc/group``: name -> (gid, members)."""
+    rows = (line.split(":") for line in content.splitlines())
+    return {
+        row[0]: (int(row[2]), [member for member in row[3].split(",") if member])
+        for row in rows
+        if len(row) == 4 and row[2].isdigit()
+    }
+
+
+class Names:
+    """Names for user and group ids, from the two files."""
+
+    def __init__(self, etc: str = "/etc") -> None:
+        self.passwd = parse_passwd(read_text(os.path.join(etc, "passwd"), "", limit_bytes=16 << 20))
+        self.group = parse_group(read_text(os.path.join(etc, "group"), "", limit_bytes=16 << 20))
+        self._users = {int(row[2]): name for name, row in reversed(list(self.passwd.items()))}
+        self._groups = {gid: name for name, (gid, _) in reversed(list(self.group.items()))}
+
+    def user(self, uid: int) -> str:
+        """A user's name, or the number."""
+        return self._users.get(uid, str(uid))
+
+    def of_group(self, gid: int) -> str:
+        """A group's name, or the number."""
+        return self._groups.get(gid, str(gid))
+
+    def account(self, name: str) -> "Document | None":
+        """An account with its supplementary groups, or ``None``."""
+        row = self.passwd.get(name)
+        if row is None:
+            return None
+        groups = sorted(group for group, (_, members) in self.group.items() if name in members)
+        return {"uid": int(row[2]), "gid": int(row[3]), "home": row[5], "shell": row[6], "groups": groups}
+
+
+# --- packages -----------------------------------------------------------------------------------------------------------------
+
+
+def parse_dpkg_status(raw: bytes) -> "Document":
+    """dpkg's status file: installed versions, holds, and packages that were left half done.
+
+    A package of a foreign architecture has the architecture in its name (``libc6:i386``), as ``dpkg`` shows it.
+    """
+    native = re.search(rb"^Package: dpkg\n(?:.+\n)*?Architecture: (.+)$", raw, re.M)
+    own = native.group(1).strip() if native else b""
+    installed = {}
+    held = []
+    half_configured = []
+    for paragraph in raw.split(b"\n\n"):
+        # A field starts a line; a leading newline lets the first line of a paragraph be found like the others.
+        lines = b"\n" + paragraph
+        fields = []
+        for name in (b"\nPackage: ", b"\nStatus: ", b"\nVersion: ", b"\nArchitecture: "):
+            start = lines.find(name)
+            if start < 0:
+                fields.append(b"")
+                continue
+            start += len(name)
+            end = lines.find(b"\n", start)
+            fields.append((lines[start:] if end < 0 else lines[start:end]).strip())
+        package, status, version, architecture = fields
+        words = status.split()
+        if not package or len(words) != 3:
+            continue
+        name_text = text(package)
+        if own and architecture not in (own, b"all", b""):
+            name_text += ":" + text(architecture)
+        want, flag, state = words
+        if want == b"hold":
+            held.append(name_text)
+        if state in (b"unpacked", b"half-configured", b"half-installed") or flag == b"reinstreq":
+            half_configured.append(name_text)
+        elif state in (b"installed", b"triggers-awaited", b"triggers-pending"):
+            installed[name_text] = text(version)
+    return {"manager": "dpkg", "installed": installed, "held": sorted(held), "half_configured": sorted(half_configured)}
+
+
+def parse_rpm_list(output: str) -> "Document":
+    """``name TAB version`` lines; several versions of one name (kernels) stand side by side."""
+    installed = {}  # type: dict[str, str]
+    for line in output.splitlines():
+        name, separator, version = line.partition("\t")
+        if separator and name != "gpg-pubkey":
+            installed[name] = installed[name] + ", " + version if name in installed else version
+    return {"manager": "rpm", "installed": installed, "held": [], "half_configured": []}
+
+
+def collect_packages(dpkg_status: str = "/var/lib/dpkg/status") -> "Document":
+    """Installed packages, from dpkg's status file or through one `rpm -qa`."""
+    try:
+        raw = read_file(dpkg_status, MAX_STATUS_BYTES + 1)
+    except FileNotFoundError:
+        raw = b""
+    if len(raw) > MAX_STATUS_BYTES:
+        raise ProbeFailure(f"{dpkg_status} is larger than {MAX_STATUS_BYTES} bytes")
+    if raw.strip():
+        return parse_dpkg_status(raw)
+    if os.path.isdir("/var/lib/rpm") or os.path.isdir("/usr/lib/sysimage/rpm"):
+        form = r"%{NAME}\t%|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}\n"
+        return parse_rpm_list(run_command(["rpm", "-qa", "--qf", form], 10.0))
+    return {"manager": "", "installed": {}, "held": [], "half_configured": []}
+
+
+def command_of(pid: int, proc: str = "/proc") -> str:
+    """A process's short name. Reading it never waits, while its command line may wait for a stuck process."""
+    return read_text(os.path.join(proc, str(pid), "comm"), "")
+
+
+def lock_holder(path: str) -> "int | None":
+    """The process that holds a POSIX lock on a file (0: one that cannot be seen from here), or ``None``."""
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return None
+    try:
+        # struct flock of 64-bit Linux: type, whence, start, length, pid. F_GETLK only asks.
+        asked = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = struct.unpack("@hhqqi4x", fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    finally:
+        os.close(descriptor)
+    return None if answer[0] == fcntl.F_UNLCK else max(0, int(answer[4]))
+
+
+def package_locks(paths: "tuple[str, ...]" = PACKAGE_LOCKS) -> "list[Document]":
+    """Locks of the package manager that another process holds.
+
+    Raises:
+        ProbeFailure: a lock file may not be read (the probe does not run as root).
+    """
+    locks = []
+    for path in paths:
+        try:
+            holder = lock_holder(path)
+        except PermissionError:
+            raise ProbeFailure(f"{path} may be read by root only") from None
+        if holder is not None:
+            locks.append({"path": path, "pid": holder, "command": command_of(holder) if holder else ""})
+    return locks
+
+
+# --- files --------------------------------------------------------------------------------------------------------------------
+
+
+class FileReporter:
+    """Reports files like ``ManagedFile``, at most :data:`MAX_FILES` of them and within a budget of content."""
+
+    def __init__(self, names: Names, deep: bool = False) -> None:
+        self.names = names
+        self.deep = deep
+        self.files = {}  # type: dict[str, Document]
+        self.problems = []  # type: list[str]
+        self.content_left_bytes = MAX_CONTENT_TOTAL_BYTES
+
+    def add(self, path: str, with_content: bool = True) -> "str | None":
+        """Report one path, never following a link at its end; returns its kind, or ``None`` if it is not there."""
+        known = self.files.get(text(path))
+        if known is not None:
+            return str(known["kind"])
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{text(path)}: {error}")
+            return None
+        if len(self.files) >= MAX_FILES:
+            raise ProbeFailure(f"more than {MAX_FILES} files")
+        kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink"))
+        kind = next((name for test, name in kinds if test(status.st_mode)), "other")
+        entry = {
+            "kind": kind,
+            "sha256": "",
+            "mode": f"{stat.S_IMODE(status.st_mode):04o}",
+            "owner": self.names.user(status.st_uid),
+            "group": self.names.of_group(status.st_gid),
+            "size_bytes": status.st_size,
+            "mtime_s": status.st_mtime,
+            "content": None,
+        }  # type: Document
+        self.files[text(path)] = entry
+        if kind == "file":
+            try:
+                self._read(path, entry, with_content)
+            except (OSError, ProbeFailure) as error:
+                self.problems.append(f"{text(path)}: {error}")
+        return kind
+
+    def _read(self, path: str, entry: "Document", with_content: bool) -> None:
+        descriptor = open_regular(path)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_size > MAX_HASHED_BYTES and not self.deep:
+                return
+            # A second bound, for files that grow or that say a size of nothing.
+            raw = read_descriptor(descriptor, MAX_CONTENT_BYTES + 1)
+            digest = hashlib.sha256(raw)
+            read_bytes = len(raw)
+            while len(raw) > MAX_CONTENT_BYTES:
+                chunk = os.read(descriptor, 1 << 20)
+                if not chunk:
+                    break
+                read_bytes += len(chunk)
+                if read_bytes > MAX_HASHED_BYTES and not self.deep:
+                    return
+                digest.update(chunk)
+            entry["sha256"] = digest.hexdigest()
+        finally:
+            os.close(descriptor)
+        secret = path.endswith((".keys", ".env")) or not status.st_mode & stat.S_IROTH
+        if with_content and not secret and len(raw) <= min(MAX_CONTENT_BYTES, self.content_left_bytes):
+            try:
+                entry["content"] = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                return
+            self.content_left_bytes -= len(raw)
+
+    def walk(self, path: str, depth: int = 0) -> None:
+        """Report a path and, where it is a folder and no link to one, all below it."""
+        if self.add(path) != "directory":
+            return
+        if depth >= MAX_DEPTH:
+            self.problems.append(f"{text(path)}: nested too deeply")
+            return
+        try:
+            names = sorted(os.listdir(path))
+        except OSError as error:
+            self.problems.append(f"{text(path)}: {error}")
+            return
+        for name in names:
+            self.walk(os.path.join(path, name), depth + 1)
+
+
+def unit_names(folder: str = UNIT_DIR) -> "list[str]":
+    """File names of this toolkit's units."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in names if UNIT_NAME.fullmatch(name))[:MAX_UNITS]
+
+
+def managed_by(host_json: "Document | None") -> "list[str]":
+    """Paths that an applied plan names; an odd ``host.json`` names none."""
+    files = host_json.get("files") if host_json else None
+    if not isinstance(files, dict):
+        return []
+    return [path for path in files if isinstance(path, str) and path.startswith("/") and "\0" not in path]
+
+
+def collect_files(facts: "Document", request: "Document") -> "Document":
+    """Every file that the toolkit manages here. Content comes only from its own places and from what the controller asked for.
+
+    A file that only ``host.json`` names is reported without content: what is written there must not be able to fetch others.
+    """
+    reporter = FileReporter(Names(), bool(request["deep"]))
+    problem = ""
+    try:
+        reporter.walk(CONFIG_DIR)
+        for name in sorted(entry for entry in _listdir(UNIT_DIR) if entry.startswith("v100-")):
+            if name.endswith(".service"):
+                reporter.add(os.path.join(UNIT_DIR, name))
+            elif name.endswith(".service.d"):
+                reporter.walk(os.path.join(UNIT_DIR, name))
+        reporter.add(CRON_FILE)
+        for path in request["files"]:
+            reporter.add(path)
+        for path in managed_by(facts.get("host_json", {}).get("document")):
+            reporter.add(path, with_content=False)
+    except ProbeFailure as error:
+        problem = str(error)
+    problems = ([problem] if problem else []) + reporter.problems
+    if problems:
+        note_error(facts, "files", "; ".join(problems[:10]))
+    return reporter.files
+
+
+def _listdir(path: str) -> "list[str]":
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:
+        return []
+
+
+def collect_host_json(path: str = HOST_JSON) -> "Document":
+    """The plan that was applied last; ``problem`` says why it cannot be read."""
+    try:
+        return {"document": read_json(path), "problem": ""}
+    except FileNotFoundError:
+        return {"document": None, "problem": ""}
+    except (OSError, ProbeFailure) as error:
+        problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            problem = "a symbolic link"
+        return {"document": None, "problem": problem}
+
+
+# --- releases and models ------------------------------------------------------------------------------------------------------
+
+
+def check_release_file(folder: str, relative: str, expected: object, deep: bool) -> str:
+    """Why a file of a release is not what ``release.json`` says, empty if it is."""
+    parts = relative.split("/")
+    if not isinstance(expected, dict) or not relative or "" in parts or ".." in parts or "\0" in relative:
+        return f"{relative}: release.json lists it wrongly"
+    path = os.path.join(folder, relative)
+    try:
+        status = os.lstat(path)
+        target = os.readlink(path) if stat.S_ISLNK(status.st_mode) else None
+    except OSError:
+        return f"{relative} is missing"
+    if "link" in expected:
+        return "" if target == expected["link"] else "{} is not a link to {}".format(relative, expected["link"])
+    if not stat.S_ISREG(status.st_mode):
+        return f"{relative} is not a regular file"
+    if status.st_size != expected.get("size_bytes"):
+        wanted_bytes = expected.get("size_bytes")
+        return f"{relative} has {status.st_size} bytes, not {wanted_bytes}"
+    if deep:
+        descriptor = open_regular(path)
+        try:
+            if hash_descriptor(descriptor) != expected.get("sha256"):
+                return f"{relative} has other content"
+        finally:
+            os.close(descriptor)
+    return ""
+
+
+def check_release(folder: str, engine: str, build_id: str, deep: bool) -> "Document":
+    """One release folder, as ``ReleaseFacts``."""
+    facts = {"path": folder, "engine": engine, "build_id": build_id, "release": {}, "problem": ""}  # type: Document
+    try:
+        release = read_json(os.path.join(folder, "release.json"))
+    except (OSError, ProbeFailure) as error:
+        facts["problem"] = "release.json: %s" % (getattr(error, "strerror", None) or error)
+        return facts
+    facts["release"] = release
+    files = release.get("files")
+    if not isinstance(files, dict) or not files:
+        facts["problem"] = "release.json lists no files"
+    elif len(files) > MAX_RELEASE_FILES:
+        facts["problem"] = f"release.json lists more than {MAX_RELEASE_FILES} files"
+    elif release.get("build_id") != build_id:
+        facts["problem"] = "release.json belongs to {}".format(text(str(release.get("build_id"))[:100]))
+    else:
+        problems = (check_release_file(folder, relative, files[relative], deep) for relative in sorted(files))
+        facts["problem"] = next((problem for problem in problems if problem), "")
+    return facts
+
+
+def collect_releases(request: "Document", root: str = ENGINES_DIR) -> "list[Document]":
+    """All releases below ``ENGINE/BUILD_ID/``. Hidden folders are half-made ones that will be renamed in."""
+    releases = []  # type: list[Document]
+    for engine in sorted(_listdir(root)):
+        engine_folder = os.path.join(root, engine)
+        if engine.startswith(".") or not stat.S_ISDIR(os.lstat(engine_folder).st_mode):
+            continue
+        for build_id in sorted(_listdir(engine_folder)):
+            folder = os.path.join(engine_folder, build_id)
+            if build_id.startswith(".") or not stat.S_ISDIR(os.lstat(folder).st_mode):
+                continue
+            if len(releases) >= MAX_RELEASES:
+                raise ProbeFailure(f"more than {MAX_RELEASES} releases")
+            releases.append(check_release(text(folder), text(engine), text(build_id), bool(request["deep"])))
+    return releases
+
+
+def read_model_records(folder: str = MODEL_RECORDS_DIR) -> "dict[str, Document]":
+    """What was verified: model path -> its record. A broken record is as good as none."""
+    records = {}
+    for name in sorted(_listdir(folder))[:1000]:
+        if not name.endswith(".json") or name.startswith("."):
+            continue
+        try:
+            record = read_json(os.path.join(folder, name), 1 << 16)
+        except (OSError, ProbeFailure):
+            continue
+        path = record.get("path")
+        if isinstance(path, str) and path.startswith("/"):
+            records[path] = record
+    return records
+
+
+def collect_model(path: str, deep: bool, records_dir: str = MODEL_RECORDS_DIR, names: "Names | None" = None) -> "Document":
+    """A model file, as ``ModelFacts``; a link is followed, since model stores often are trees of links.
+
+    Its hash is what was verified when it had just this size and time, or is taken now (``deep``).
+    """
+    record = read_model_records(records_dir).get(path)
+    try:
+        status = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {"exists": False}
+    if not stat.S_ISREG(status.st_mode):
+        raise ProbeFailure("not a regular file")
+    sha256 = ""
+    if deep:
+        descriptor = open_regular(path, follow=True)
+        try:
+            status = os.fstat(descriptor)
+            sha256 = hash_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
+    elif record and (record.get("size_bytes"), record.get("mtime_s")) == (status.st_size, int(status.st_mtime)):
+        sha256 = str(record.get("sha256", ""))
+    return {
+        "exists": True,
+        "size_bytes": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "sha256": sha256,
+        "owner": (names or Names()).user(status.st_uid),
+        "mode": f"{stat.S_IMODE(status.st_mode):04o}",
+    }
+
+
+# --- systemd ------------------------------------------------------------------------------------------------------------------
+
+
+def parse_show(output: str) -> "list[dict[str, str]]":
+    """Blocks of ``Name=value`` lines, as ``systemctl show`` prints them."""
+    blocks = []
+    for block in output.split("\n\n"):
+        pairs = (line.partition("=") for line in block.splitlines())
+        values = {name: value for name, separator, value in pairs if separator}
+        if values:
+            blocks.append(values)
+    return blocks
+
+
+def _number(value: str) -> int:
+    return int(value) if value.isdigit() else 0
+
+
+def unit_facts(shown: "dict[str, str]") -> "Document":
+    """One block of ``systemctl show`` as ``UnitFacts``."""
+    return {
+        "load_state": shown.get("LoadState", ""),
+        "active_state": shown.get("ActiveState", ""),
+        "sub_state": shown.get("SubState", ""),
+        "unit_file_state": shown.get("UnitFileState", ""),
+        "fragment_path": shown.get("FragmentPath", ""),
+        "drop_in_paths": shown.get("DropInPaths", "").split(),
+        "need_daemon_reload": shown.get("NeedDaemonReload", "") == "yes",
+        "main_pid": _number(shown.get("MainPID", "")),
+        "result": shown.get("Result", ""),
+        "restarts_count": _number(shown.get("NRestarts", "")),
+    }
+
+
+def parse_units(output: str) -> "dict[str, Document]":
+    """All units of one ``systemctl show``, by name."""
+    return {shown["Id"]: unit_facts(shown) for shown in parse_show(output) if UNIT_NAME.fullmatch(shown.get("Id", ""))}
+
+
+def collect_systemd() -> "Document | None":
+    """The service manager, or ``None`` where PID 1 is something else."""
+    if not os.path.isdir("/run/systemd/system"):
+        return None
+    shown = parse_show(run_command(["systemctl", "show", "--property=Version,SystemState"], 4.0))
+    values = shown[0] if shown else {}
+    version = re.match(r"[0-9]+", values.get("Version", "").lstrip("v"))
+    return {"version": int(version.group()) if version else 0, "state": values.get("SystemState", "")}
+
+
+def collect_units() -> "dict[str, Document]":
+    """This toolkit's units, found as files or loaded, in one call. The pattern matches loaded units whose file is gone."""
+    if not os.path.isdir("/run/systemd/system"):
+        return {}
+    argv = ["systemctl", "show", "--property=" + UNIT_PROPERTIES, "--", "v100-*.service"]
+    return parse_units(run_command(argv + unit_names(), 4.0))
+
+
+# --- processes and sockets ----------------------------------------------------------------------------------------------------
+
+
+def _kilobytes(value: str) -> int:
+    number = value.split(" ")[0]
+    return int(number) * 1024 if number.isdigit() else 0
+
+
+def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "Document":
+    """The main process of a unit, as ``ProcessFacts``. Only ``V100CTL_*`` of its environment is looked at."""
+    folder = os.path.join(proc, str(pid))
+    status = read_text(os.path.join(folder, "status"))
+    limits = parse_limits(read_text(os.path.join(folder, "limits")))
+    executable = text(os.readlink(os.path.join(folder, "exe")))
+    deleted = executable.endswith(" (deleted)")
+    argv = read_file(os.path.join(folder, "cmdline"), 1 << 17).rstrip(b"\0")
+    environment = {}
+    for entry in read_file(os.path.join(folder, "environ"), 1 << 20).split(b"\0"):
+        name, separator, value = entry.partition(b"=")
+        if separator and name.startswith(b"V100CTL_"):
+            environment[text(name)] = text(value[:4096])
+    # The name in parentheses may hold blanks and parentheses itself.
+    fields = read_text(os.path.join(folder, "stat")).rpartition(")")[2].split()
+    boot = re.search(r"^btime ([0-9]+)$", read_text(os.path.join(proc, "stat"), "", limit_bytes=4 << 20), re.M)
+    started_s = (int(boot.group(1)) if boot else 0) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return {
+        "pid": pid,
+        "unit": unit,
+        "executable": executable[:-10] if deleted else executable,
+        "executable_deleted": deleted,
+        "argv": [text(argument) for argument in argv.split(b"\0")] if argv else [],
+        "environ": environment,
+        "user": names.user(int(status_field(status, "Uid").split()[1])),
+        "started_s": started_s,
+        "nofile_soft": limits["Max open files"][0],
+        "memlock_soft_bytes": limits["Max locked memory"][0],
+        "cpus_allowed": status_field(status, "Cpus_allowed_list"),
+        "rss_anonymous_bytes": _kilobytes(status_field(status, "RssAnon")),
+        "swap_bytes": _kilobytes(status_field(status, "VmSwap")),
+    }
+
+
+def parse_tcp(content: str) -> "list[tuple[str, int, int]]":
+    """Listening sockets of ``/proc/net/tcp`` or ``tcp6``: address, port, inode."""
+    found = []
+    for line in content.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) < 10 or fields[3] != "0A":
+            continue
+        raw, _, port = fields[1].partition(":")
+        if len(raw) not in (8, 32):
+            continue
+        # The kernel prints 32-bit words in the machine's own byte order.
+        words = struct.pack(f"={len(raw) // 8}I", *(int(raw[at : at + 8], 16) for at in range(0, len(raw), 8)))
+        address = socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words)
+        found.append((address, int(port, 16), int(fields[9])))
+    return found
+
+
+def process_ids(proc: str = "/proc") -> "Iterator[int]":
+    """All processes that can be seen."""
+    return (int(name) for name in os.listdir(proc) if name.isdigit())
+
+
+def socket_owners(inodes: "set[int]", proc: str = "/proc") -> "dict[int, int]":
+    """Who holds a socket: inode -> process. Stops as soon as all are found, and after a bounded amount of looking."""
+    wanted = {f"socket:[{inode}]": inode for inode in inodes}
+    owners = {}  # type: dict[int, int]
+    looked = 0
+    for pid in process_ids(proc):
+        if not wanted or looked > MAX_PROC_LINKS:
+            break
+        folder = os.path.join(proc, str(pid), "fd")
+        try:
+            descriptors = os.listdir(folder)
+        except OSError:
+            continue
+        looked += len(descriptors)
+        for descriptor in descriptors:
+            try:
+                target = os.readlink(folder + "/" + descriptor)
+            except OSError:
+                continue
+            inode = wanted.pop(target, None) if target.startswith("socket:") else None
+            if inode is not None:
+                owners[inode] = pid
+    return owners
+
+
+def unit_of(cgroup: str) -> str:
+    """The service that ``/proc/PID/cgroup`` shows, in the unified hierarchy or in systemd's own."""
+    for line in cgroup.splitlines():
+        hierarchy, _, path = line.partition("::")
+        if not path:
+            hierarchy, _, path = line.partition(":name=systemd:")
+        if path and hierarchy.isdigit():
+            services = [part for part in path.split("/") if part.endswith(".service")]
+            if services:
+                return services[-1]
+    return ""
+
+
+def collect_listeners(proc: str = "/proc") -> "list[Document]":
+    """All listening TCP sockets with their owner where ``/proc`` shows it."""
+    sockets = []
+    for name in ("tcp", "tcp6"):
+        sockets += parse_tcp(read_text(os.path.join(proc, "net", name), "", limit_bytes=32 << 20))
+    sockets = sockets[:MAX_LISTENERS]
+    owners = socket_owners({inode for _, _, inode in sockets}, proc)
+    listeners = []
+    for address, port, inode in sorted(sockets):
+        pid = owners.get(inode)
+        listeners.append(
+            {
+                "address": address,
+                "port": port,
+                "pid": pid,
+                "command": command_of(pid, proc) if pid else "",
+                "unit": unit_of(read_text(os.path.join(proc, str(pid), "cgroup"), "")) if pid else "",
+            }
+        )
+    return listeners
+
+
+# --- health -------------------------------------------------------------------------------------------------------------------
+
+
+def ask_health(url: str, limit_s: float = 3.0) -> "Document":
+    """The HTTP status of one GET, or the reason why there is none."""
+    match = re.fullmatch(r"http://(\[[0-9A-Fa-f:.]+\]|[0-9.]+|localhost)(?::([0-9]{1,5}))?(/[!-~]*)?", url)
+    if not match:
+        return {"status": None, "error": f"cannot ask {text(url[:200])}"}
+    host = match.group(1).strip("[]")
+    address = "127.0.0.1" if host == "localhost" else host
+    deadline_s = time.monotonic() + limit_s
+    head = b""
+    try:
+        with socket.create_connection((address, int(match.group(2) or 80)), timeout=limit_s) as connection:
+            request = "GET {} HTTP/1.0\r\nHost: {}\r\nConnection: close\r\n\r\n".format(match.group(3) or "/", match.group(1))
+            connection.sendall(request.encode("ascii"))
+            # The time limit is for the whole answer: a server that drips bytes must not stretch it.
+            while b"\n" not in head and len(head) < 4096:
+                wait_s = deadline_s - time.monotonic()
+                if wait_s <= 0:
+                    raise socket.timeout
+                connection.settimeout(wait_s)
+                chunk = connection.recv(1024)
+                if not chunk:
+                    break
+                head += chunk
+    except socket.timeout:
+        return {"status": None, "error": f"no answer within {limit_s:g} s"}
+    except (OSError, OverflowError) as error:
+        return {"status": None, "error": getattr(error, "strerror", None) or str(error)}
+    line = re.match(rb"HTTP/1\.[01] ([1-5][0-9]{2})\b", head)
+    if not line:
+        return {"status": None, "error": "no HTTP answer: {}".format(text(head[:60].split(b"\r")[0]))}
+    return {"status": int(line.group(1)), "error": ""}
+
+
+def collect_health(urls: "dict[str, str]", limit_s: float = 3.0) -> "dict[str, Document]":
+    """All health paths at once."""
+    answers = {}  # type: dict[str, Document]
+
+    def ask(name: str, url: str) -> None:
+        answers[name] = ask_health(url, limit_s)
+
+    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in sorted(urls.items())[:64]]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + limit_s + 0.5
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return {name: answers.get(name, {"status": None, "error": f"no answer within {limit_s:g} s"}) for name in urls}
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------------------------
+
+
+def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
+    """NVIDIA display and 3D controllers on the PCI bus, in PCI order."""
+    gpus = []
+    for address in sorted(_listdir(root)):
+        folder = os.path.join(root, address)
+        vendor, kind = (read_text(os.path.join(folder, name), "") for name in ("vendor", "class"))
+        if vendor != "0x10de" or not kind.startswith("0x03"):
+            continue
+        try:
+            driver = os.path.basename(os.readlink(os.path.join(folder, "driver")))
+        except OSError:
+            driver = ""
+        try:
+            numa_node = int(read_text(os.path.join(folder, "numa_node"), "-1"))
+        except ValueError:
+            numa_node = -1
+        device = read_text(os.path.join(folder, "device"), "")
+        gpus.append(
+            {
+                "pci_address": text(address),
+                "pci_id": "10de:" + device[2:] if device.startswith("0x") else "",
+                "kernel_driver": text(driver),
+                "numa_node": numa_node,
+            }
+        )
+    return gpus
+
+
+def parse_driver_version(content: str) -> "Document":
+    """``/proc/driver/nvidia/version``: version and flavour of the loaded module."""
+    line = next((line for line in content.splitlines() if line.startswith("NVRM version:")), "")
+    version = re.search(r"\b([0-9]{3,}\.[0-9]+(?:\.[0-9]+)?)\b", line)
+    if not version:
+        return {"module_version": "", "module_flavour": ""}
+    return {"module_version": version.group(1), "module_flavour": "open" if "Open Kernel Module" in line else "proprietary"}
+
+
+def normalize_pci_address(address: str) -> str:
+    """``00000000:3B:00.0`` of ``nvidia-smi`` as ``0000:3b:00.0`` of the kernel."""
+    match = re.fullmatch(r"([0-9A-Fa-f]+):([0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f])", address.strip())
+    return f"{int(match.group(1), 16):04x}:{match.group(2).lower()}" if match else address.strip().lower()
+
+
+def parse_smi(output: str) -> "dict[str, Document]":
+    """``nvidia-smi --query-gpu=index,uuid,pci.bus_id,name,memory.total,memory.used``, by PCI address."""
+    cards = {}
+    for line in output.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) < 6 or not fields[0].isdigit():
+            continue
+        total, used = (int(field) << 20 if field.isdigit() else None for field in fields[-2:])
+        cards[normalize_pci_address(fields[2])] = {
+            "index": int(fields[0]),
+            "uuid": fields[1] if fields[1].startswith(("GPU-", "MIG-")) else "",
+            # A product name may hold a comma.
+            "name": ", ".join(fields[3:-2]),
+            "memory_total_bytes": total,
+            "memory_used_bytes": used,
+        }
+    return cards
+
+
+def find_program(name: str) -> "str | None":
+    """A program in the usual places."""
+    for folder in COMMAND_ENVIRONMENT["PATH"].split(":"):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK):
+            return path
+    return None
+
+
+def collect_smi(loaded: bool) -> "tuple[Document, dict[str, Document]]":
+    """How ``nvidia-smi`` answers, and the cards it lists. Without a loaded module it is not called: it would load one."""
+    program = find_program("nvidia-smi")
+    if program is None:
+        return {"status": "absent", "output": ""}, {}
+    if not loaded:
+        return {"status": "error", "output": "the kernel module is not loaded"}, {}
+    query = "--query-gpu=index,uuid,pci.bus_id,name,memory.total,memory.used"
+    code, raw = Command([program, query, "--format=csv,noheader,nounits"], SMI_LIMIT_S).finish()
+    output = text(raw)
+    if code is None:
+        return {"status": "timeout", "output": output[:2000]}, {}
+    return {"status": "ok" if code == 0 else "error", "output": output[:2000]}, parse_smi(output) if code == 0 else {}
+
+
+def collect_nvidia() -> "tuple[Document, dict[str, Document]]":
+    """The driver, and what ``nvidia-smi`` knows about each card, by PCI address."""
+    nvidia = parse_driver_version(read_text("/proc/driver/nvidia/version", ""))
+    nvidia["smi"], cards = collect_smi(bool(nvidia["module_version"]))
+    return nvidia, cards
+
+
+# --- putting it together ------------------------------------------------------------------------------------------------------
+
+
+def note_error(facts: "Document", name: str, message: str) -> None:
+    """Record that a part could not be learned."""
+    facts.setdefault("errors", {})[name] = text(message)[:1000]
+
+
+class Task:
+    """One part of the document: where its result goes, how it is learned, and how long that may take.
+
+    Args:
+        key: The section of the document.
+        learn: Called with ``arguments``; its result must be made of plain types.
+        item: The one entry of the section that this task is for; a result of ``None`` then leaves no entry.
+        limit_s: When a worker that is busy with this task counts as stuck.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        learn: "Callable[..., object]",
+        *arguments: object,
+        item: "str | None" = None,
+        limit_s: float = TASK_LIMIT_S
+    ) -> None:
+        self.key = key
+        self.learn = learn
+        self.arguments = arguments
+        self.item = item
+        self.limit_s = limit_s
+        self.name = key if item is None else f"{key}.{text(item)}"
+
+    def store(self, facts: "Document", value: object) -> None:
+        """Put a result where it belongs."""
+        if self.item is None:
+            facts[self.key] = value
+        elif value is not None:
+            facts.setdefault(self.key, {})[text(self.item)] = value
+
+
+class Worker:
+    """A forked process that does tasks one after the other and reports each result as it comes."""
+
+    def __init__(self, tasks: "list[Task]", facts: "Document") -> None:
+        self.pipe, write_end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.setpgid(0, 0)
+                os.close(self.pipe)
+                # A worker that has to be left behind must not keep the caller's streams open.
+                nothing = os.open(os.devnull, os.O_RDWR)
+                for stream in (0, 1, 2):
+                    os.dup2(nothing, stream)
+                work(tasks, facts, write_end)
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write_end)
+
+    def next_result(self, deadline_s: float) -> "tuple[bool, object, Document] | None":
+        """What the next task came to: done, result, errors. ``None``: nothing came in time, or the worker died."""
+        size = read_exactly(self.pipe, 4, deadline_s)
+        message = read_exactly(self.pipe, struct.unpack("=I", size)[0], deadline_s) if size else None
+        if message is None:
+            return None
+        done, value, errors = json.loads(message.decode("ascii"))
+        return bool(done), value, errors
+
+    def close(self, finished: bool) -> None:
+        """Let go of it. One that has not finished is killed and not waited for: what cannot die would hang this process too."""
+        os.close(self.pipe)
+        if finished:
+            os.waitpid(self.pid, 0)
+        else:
+            kill_group(self.pid)
+
+
+def work(tasks: "list[Task]", facts: "Document", pipe: int) -> None:
+    """What a worker does: each result goes out as a length and a JSON list: done, result, errors."""
+    for task in tasks:
+        errors = {}  # type: Document
+        facts["errors"] = errors
+        try:
+            value = task.learn(*task.arguments)
+            task.store(facts, value)
+            message = json.dumps((True, value, errors)).encode("ascii")
+        except Exception as error:  # whatever a host holds must cost no more than its own part
+            reason = str(error) if isinstance(error, (ProbeFailure, OSError)) else f"{type(error).__name__}: {error}"
+            note_error(facts, task.name, reason)
+            message = json.dumps((False, None, errors)).encode("ascii")
+        data = struct.pack("=I", len(message)) + message
+        while data:
+            data = data[os.write(pipe, data) :]
+
+
+def read_exactly(pipe: int, size: int, deadline_s: float) -> "bytes | None":
+    """``size`` bytes from a pipe, or ``None`` if it ends or the time does."""
+    poller = select.poll()
+    poller.register(pipe, select.POLLIN | select.POLLHUP)
+    chunks = []
+    while size > 0:
+        wait_s = deadline_s - time.monotonic()
+        if wait_s <= 0 or not poller.poll(wait_s * 1000):
+            return None
+        chunk = os.read(pipe, min(size, 1 << 20))
+        if not chunk:
+            return None
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)
+
+
+def run_tasks(tasks: "list[Task]", facts: "Document", deadline_s: float) -> None:
+    """Do all tasks and merge what they learn into ``facts``. A stuck one costs its own limit; all ends by ``deadline_s``."""
+    left = list(tasks)
+    while left and time.monotonic() < deadline_s:
+        worker = Worker(left, facts)
+        result = None  # type: tuple[bool, object, Document] | None
+        while left:
+            result = worker.next_result(min(time.monotonic() + left[0].limit_s, deadline_s))
+            if result is None:
+                break
+            merge(facts, left.pop(0), result)
+        worker.close(finished=not left)
+        if left and time.monotonic() < deadline_s:
+            task = left.pop(0)
+            note_error(facts, task.name, f"no answer within {task.limit_s:g} s")
+    for task in left:
+        note_error(facts, task.name, "the probe ran out of time")
+
+
+def merge(facts: "Document", task: Task, result: "tuple[bool, object, Document]") -> None:
+    """Put a worker's result into the document."""
+    done, value, errors = result
+    facts["errors"].update(errors)
+    if done:
+        task.store(facts, value)
+
+
+def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
+    """All parts that need nothing but the request."""
+    long_s = DEEP_BUDGET_S if request["deep"] else TASK_LIMIT_S
+    tasks = [
+        Task("boot_id", read_text, "/proc/sys/kernel/random/boot_id"),
+        Task("uptime_s", lambda: float(read_text("/proc/uptime").split()[0])),
+        Task("virtualization", collect_virtualization),
+        Task("distribution", collect_distribution),
+        Task("libc", collect_libc),
+        Task("user", lambda: {"name": Names().user(os.geteuid()), "uid": os.geteuid()}),
+        Task("cpu", collect_cpu),
+        Task("memory", lambda: parse_meminfo(read_text("/proc/meminfo"))),
+        Task("limits", collect_limits),
+        Task("gpus", collect_gpus),
+        Task("packages", collect_packages, limit_s=12.0),
+        Task("package_locks", package_locks),
+        Task("systemd", collect_systemd),
+        Task("units", collect_units),
+        Task("listeners", collect_listeners),
+        Task("host_json", collect_host_json),
+        # In the worker this is the document as it stands by then, with `host_json` in it.
+        Task("files", collect_files, facts, request, limit_s=long_s),
+        Task("releases", collect_releases, request, limit_s=long_s),
+        Task("health", collect_health, request["health"]),
+    ]
+    for account in request["accounts"]:
+        tasks.append(Task("accounts", lambda name: Names().account(name), account, item=account))
+    for path in request["filesystems"]:
+        tasks.append(Task("filesystems", collect_filesystem, path, item=path))
+    for path in request["models"]:
+        tasks.append(Task("models", collect_model, path, request["deep"], item=path, limit_s=long_s))
+    return tasks
+
+
+def second_tasks(facts: "Document") -> "list[Task]":
+    """Parts that follow from the first ones, and those that a stuck process could hold up."""
+    names = Names()
+    tasks = []
+    for unit, shown in sorted(facts.get("units", {}).items()):
+        if shown["main_pid"] > 0:
+            tasks.append(Task("processes", collect_process, shown["main_pid"], unit, names, item=unit, limit_s=2.0))
+    return tasks
+
+
+def strings(values: object) -> "list[str]":
+    """The strings of a list, each once; anything else is left out."""
+    if not isinstance(values, list):
+        return []
+    return list(dict.fromkeys(value for value in values if isinstance(value, str) and "\0" not in value))
+
+
+def parse_request(argument: str) -> "Document":
+    """The request with all its keys; unknown ones, which a newer controller may send, are ignored.
+
+    Raises:
+        ProbeFailure: it is not a JSON object.
+    """
+    try:
+        given = json.loads(argument)
+    except ValueError as error:
+        raise ProbeFailure(f"--request is not valid JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ProbeFailure("--request is not a JSON object")
+    health = given.get("health")
+    request = {key: strings(given.get(key)) for key in ("files", "models", "filesystems", "accounts")}  # type: Document
+    for key in ("files", "models", "filesystems"):
+        request[key] = [path for path in request[key] if path.startswith("/")]
+    request["health"] = {str(name): str(url) for name, url in health.items()} if isinstance(health, dict) else {}
+    request["deep"] = given.get("deep") is True
+    return request
+
+
+def probe(request: "Document") -> "Document":
+    """Look at everything."""
+    started_s = time.monotonic()
+    deadline_s = started_s + (DEEP_BUDGET_S if request["deep"] else BUDGET_S)
+    system = os.uname()
+    facts = {
+        "schema": SCHEMA,
+        "now_s": time.time(),
+        "hostname": text(system.nodename),
+        "machine": system.machine,
+        "kernel": text(system.release),
+        "python": {"version": python_version(), "executable": text(sys.executable or "")},
+        "errors": {},
+    }  # type: Document
+    # `nvidia-smi` is slow even where it works: it runs beside all the rest.
+    nvidia = Task("nvidia", collect_nvidia, limit_s=SMI_LIMIT_S + 2.0)
+    nvidia_deadline_s = time.monotonic() + nvidia.limit_s
+    nvidia_worker = Worker([nvidia], facts)
+    run_tasks(first_tasks(facts, request), facts, deadline_s)
+    run_tasks(second_tasks(facts), facts, deadline_s)
+    facts["processes"] = list(facts.get("processes", {}).values())
+    result = nvidia_worker.next_result(min(nvidia_deadline_s, deadline_s))
+    nvidia_worker.close(finished=result is not None)
+    if result is None:
+        note_error(facts, "nvidia", f"no answer within {nvidia.limit_s:g} s")
+    else:
+        done, value, errors = result
+        facts["errors"].update(errors)
+        if done and isinstance(value, list):
+            facts["nvidia"], cards = value
+            for gpu in facts.get("gpus", []):
+                gpu.update(cards.get(gpu["pci_address"], {}))
+    facts["probe_ms"] = round((time.monotonic() - started_s) * 1000, 1)
+    return facts
+
+
+def python_version() -> str:
+    """The version of the Python that runs this."""
+    return ".".join(str(number) for number in sys.version_info[:3])
+
+
+def write_document(document: "Document") -> None:
+    """Print JSON on stdout. Halves of surrogate pairs, which are no text, become question marks."""
+    data = json.dumps(document, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main(arguments: "list[str]") -> int:
+    """The program. Exit code 0 and one JSON document, or another one and one line on stderr."""
+    if sys.version_info < MINIMUM_PYTHON:
+        sys.stderr.write(f"v100ctl: Python {python_version()} is too old, 3.8 or newer is needed\n")
+        return EXIT_TOO_OLD
+    if arguments == ["--locks"]:
+        write_document({"package_locks": package_locks()})
+        return 0
+    if len(arguments) == 2 and arguments[0] == "--request":
+        request = parse_request(arguments[1])
+        # The last resort against whatever was not thought of.
+        signal.alarm(int((DEEP_BUDGET_S if request["deep"] else BUDGET_S) + 15))
+        write_document(probe(request))
+        return 0
+    raise ProbeFailure("wrong arguments: give --request JSON or --locks")
+
+
+if __name__ == "__main__":
+    try:
+        CODE = main(sys.argv[1:])
+    except (ProbeFailure, OSError) as failure:
+        sys.stderr.write(f"v100ctl: {failure}\n")
+        CODE = 1
+    sys.stderr.flush()
+    # A worker that was left behind must not keep the interpreter from ending.
+    os._exit(CODE)
