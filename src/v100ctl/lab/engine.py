@@ -142,6 +142,20 @@ def ensure_docker(reporter: Reporter, *, install: bool, daemon: Daemon | None = 
     return _usable(client, daemon.url)
 
 
+def engine_answers() -> bool:
+    """Whether an engine is there and may be used by this user."""
+    remote = os.environ.get("DOCKER_HOST", "")
+    client, _ = _connect(remote, from_environment=True) if remote else _connect(system_daemon().url)
+    if client is not None:
+        client.close()
+    return client is not None
+
+
+def docker_is_installed() -> bool:
+    """Whether an engine could be started on this machine."""
+    return _dockerd() is not None
+
+
 def stop_engine(reporter: Reporter, *, daemon: Daemon | None = None) -> bool:
     """Stops the engine, if it was started directly by this tool for this lab folder.
 
@@ -328,11 +342,11 @@ def _apt(reporter: Reporter, command: Sequence[str], log: Path) -> tuple[int, st
 
 
 def _wait_for_package_locks(reporter: Reporter) -> None:
-    from v100ctl.probe.host_script import collect_package_locks
+    from v100ctl.probe.host_script import package_locks
 
     deadline_s = time.monotonic() + _APT_LOCK_TIMEOUT_S
     told = ""
-    while holders := collect_package_locks():
+    while holders := package_locks():
         names = ", ".join(sorted({f"{holder.get('command') or 'a process'} (pid {holder['pid']})" for holder in holders}))
         if time.monotonic() > deadline_s:
             raise LabError(
