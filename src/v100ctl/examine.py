@@ -8,7 +8,7 @@ from datetime import date
 
 from v100ctl.compare import Finding, compare
 from v100ctl.errors import V100ctlError
-from v100ctl.facts import Facts
+from v100ctl.facts import Facts, ProbeRequest
 from v100ctl.fleet import FleetHost
 from v100ctl.plan import HostPlan, plan, probe_request
 from v100ctl.probe import Connection, HostKeyPolicy, Secrets, probe_hosts
@@ -63,7 +63,7 @@ def examine(
     A host that cannot be asked gets its ``error`` and never delays the others beyond ``access.timeout_s``.
     """
     results: dict[str, Examined] = {}
-    items: dict[str, tuple[Connection, object]] = {}
+    items: dict[str, tuple[Connection, ProbeRequest]] = {}
     by_name = {host.name: host for host in hosts}
     for host in hosts:
         try:
