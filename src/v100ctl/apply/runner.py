@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,54 +145,85 @@ def run_playbook(
         ApplyError: No task could run: the playbook, inventory or vault cannot be read, or no host matches.
         KeyboardInterrupt: After Ctrl-C, when Ansible has stopped.
     """
+    playbook = Path(name) if Path(name).is_absolute() else content_dir() / "playbooks" / f"{name}.yml"
+    try:
+        with _private_dir() as private, _log(playbook.stem) as log, reporter.phase(title or _title(playbook, hosts)) as phase:
+            try:
+                arguments, prompts = _arguments(private, playbook, hosts, check, passwords or Secrets(), vault_arguments)
+                _write_private(private / "env" / "extravars", json.dumps(dict(extra_vars or {})))
+                log.write(f"# {shlex.join(['ansible-playbook', *arguments])}\n")
+                events = _Events(reporter, log, frozenset(capture))
+                return_code = _run_ansible(private, arguments, prompts, inventory, events, verbosity=verbosity, forks=forks)
+                result = events.result(return_code)
+                phase.end(succeeded=result.succeeded)
+            finally:
+                reporter.note(f"log: {log.path}")
+    except _Interrupted as interrupted:
+        if interrupted.number != signal.SIGINT:
+            # End as if the signal had not been caught, with the terminal as it was.
+            reporter.close()
+            os.kill(os.getpid(), interrupted.number)
+        raise KeyboardInterrupt from None
+    return result
+
+
+class _Interrupted(BaseException):
+    """A signal came, and Ansible has stopped. Not an :class:`Exception`, so that nothing on the way takes it for a failure."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _run_ansible(
+    private: Path,
+    arguments: Sequence[str],
+    prompts: Mapping[str, str],
+    inventory: Inventory,
+    events: _Events,
+    *,
+    verbosity: int,
+    forks: int | None,
+) -> int | None:
+    """Runs ``ansible-playbook`` with ``arguments`` and returns its exit code, ``None`` where a signal ended it."""
     # Half a second of imports that `--help` must not pay for.
     import ansible_runner
 
-    playbook = Path(name) if Path(name).is_absolute() else content_dir() / "playbooks" / f"{name}.yml"
-    with _private_dir() as private, _log(playbook.stem) as log, reporter.phase(title or _title(playbook, hosts)) as phase:
-        control_path_dir = private / "cp"
-        pid_file = private / "pid"
-        interruption = Interruption(pid_file, lambda: reporter.note("stopping Ansible; Ctrl-C again kills it"))
-        events = _Events(reporter, log, frozenset(capture), interruption)
-        arguments, prompts = _arguments(private, playbook, hosts, check, passwords or Secrets(), vault_arguments)
-        _write_private(private / "env" / "extravars", json.dumps(dict(extra_vars or {})))
-        # ansible-runner takes settings from this file only.
-        settings = {"pexpect_timeout": _POLL_S, "suppress_ansible_output": True, "suppress_output_file": True}
-        _write_private(private / "env" / "settings", json.dumps(settings))
-        child = ["-P", str(_CHILD_SCRIPT), "--parent", str(os.getpid()), "--pid-file", str(pid_file), "--"]
-        log.write(f"# {shlex.join(['ansible-playbook', *arguments])}\n")
-        try:
-            try:
-                with interruption.caught():
-                    run = ansible_runner.run(
-                        private_data_dir=str(private),
-                        # The folder Ansible runs in: relative paths in an inventory mean what they mean to `ansible-playbook`.
-                        project_dir=str(Path.cwd()),
-                        binary=sys.executable,
-                        cmdline=shlex.join([*child, *arguments]),
-                        inventory=_inventory_arguments(inventory, private),
-                        envvars=ansible_environment(os.environ, control_path_dir),
-                        passwords=prompts,
-                        verbosity=verbosity,
-                        forks=forks,
-                        # Facts are not kept between runs, and passwords never reach a file.
-                        fact_cache_type="",
-                        suppress_env_files=True,
-                        quiet=True,
-                        event_handler=events.handle,
-                        cancel_callback=interruption.cancel,
-                    )
-            finally:
-                close_ssh_masters(control_path_dir)
-            if events.error is not None:
-                raise events.error
-            if interruption.signal_number is not None:
-                _end_as_asked(interruption.signal_number)
-            result = events.result(run.rc)
-            phase.end(succeeded=result.succeeded)
-        finally:
-            reporter.note(f"log: {log.path}")
-    return result
+    control_path_dir = private / "cp"
+    pid_file = private / "pid"
+    # ansible-runner takes settings from this file only.
+    settings = {"pexpect_timeout": _POLL_S, "suppress_ansible_output": True, "suppress_output_file": True}
+    _write_private(private / "env" / "settings", json.dumps(settings))
+    child = ["-P", str(_CHILD_SCRIPT), "--parent", str(os.getpid()), "--pid-file", str(pid_file), "--"]
+    interruption = Interruption(pid_file, events.stopping)
+    events.stop = interruption.stop
+    try:
+        with interruption.caught():
+            run = ansible_runner.run(
+                private_data_dir=str(private),
+                # The folder Ansible runs in: relative paths in an inventory mean what they mean to `ansible-playbook`.
+                project_dir=str(Path.cwd()),
+                binary=sys.executable,
+                cmdline=shlex.join([*child, *arguments]),
+                inventory=_inventory_arguments(inventory, private),
+                envvars=ansible_environment(os.environ, control_path_dir),
+                passwords=dict(prompts),
+                verbosity=verbosity,
+                forks=forks,
+                # Facts are not kept between runs, and passwords never reach a file.
+                fact_cache_type="",
+                suppress_env_files=True,
+                quiet=True,
+                event_handler=events.handle,
+                cancel_callback=interruption.cancel,
+            )
+    finally:
+        close_ssh_masters(control_path_dir)
+    if events.error is not None:
+        raise events.error
+    if interruption.signal_number is not None:
+        raise _Interrupted(interruption.signal_number)
+    return cast(int | None, run.rc)
 
 
 def _arguments(
@@ -230,13 +261,6 @@ def _title(playbook: Path, hosts: Sequence[str] | None) -> str:
     if hosts is None:
         return title
     return f"{title} {hosts[0]}" if len(hosts) == 1 else f"{title} {len(hosts)} hosts"
-
-
-def _end_as_asked(number: signal.Signals) -> None:
-    """Ends this program the way ``number`` would have, had it not been caught."""
-    if number != signal.SIGINT:
-        os.kill(os.getpid(), number)
-    raise KeyboardInterrupt
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -330,11 +354,12 @@ def _create_log(folder: Path, stem: str) -> tuple[Path, TextIO]:
 class _Events:
     """Follows the events of one run."""
 
-    def __init__(self, reporter: Reporter, log: _Log, capture: frozenset[str], interruption: Interruption) -> None:
+    def __init__(self, reporter: Reporter, log: _Log, capture: frozenset[str]) -> None:
         self._reporter = reporter
         self._log = log
         self._capture = capture
-        self._interruption = interruption
+        #: Stops Ansible.
+        self.stop: Callable[[], None] = lambda: None
         self._stats: dict[str, dict[str, int]] | None = None
         self._failed: list[Failure] = []
         self._unreachable: list[Failure] = []
@@ -344,6 +369,11 @@ class _Events:
         #: What went wrong in here; Ansible is stopped then.
         self.error: Exception | None = None
 
+    def stopping(self) -> None:
+        """Ansible is being stopped."""
+        if self.error is None:
+            self._reporter.note("stopping Ansible; Ctrl-C again kills it")
+
     def handle(self, event: Mapping[str, Any]) -> bool:
         """Takes one event; ``False`` tells ansible-runner not to keep it in a file."""
         if self.error is None:
@@ -352,7 +382,7 @@ class _Events:
                 self._handle(event)
             except Exception as error:
                 self.error = error
-                self._interruption.stop()
+                self.stop()
         return False
 
     def _handle(self, event: Mapping[str, Any]) -> None:
