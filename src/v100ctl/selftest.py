@@ -317,7 +317,11 @@ def _run_step(step: Step, root: Path, *, heading: bool) -> int:
     if heading:
         print(f"--- {step.name}", flush=True)
     started = time.monotonic()
-    returncode = run_program(step.argv, root, _environment(os.environ, Path(sys.prefix)))
+    environment = _environment(os.environ, Path(sys.prefix))
+    if not step.is_pytest and not sys.stdout.isatty():
+        # Some lints colour and link their lines wherever these go.
+        environment.setdefault("NO_COLOR", "1")
+    returncode = run_program(step.argv, root, environment)
     if heading:
         verdict = "passed" if returncode == 0 else f"failed with exit code {returncode}"
         print(f"    {step.name} {verdict} in {time.monotonic() - started:.1f} s", flush=True)

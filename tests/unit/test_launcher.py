@@ -221,6 +221,15 @@ def test_changed_package_definition_installs_only_the_package(checkout: Checkout
     assert checkout.steps() == [*FIRST_RUN, "package"]
 
 
+def test_changes_are_seen_without_cmp(checkout: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "programs/cmp").unlink()
+    checkout.run()
+    assert (checkout.run().stderr, checkout.steps()) == ("", FIRST_RUN)
+    (checkout.folder / "requirements.lock").write_text("one==2 --hash=sha256:00\n")
+    assert checkout.run().returncode == 0
+    assert checkout.steps() == FIRST_RUN * 2
+
+
 def test_moved_checkout_makes_the_environment_anew(checkout: Checkout, tmp_path: Path) -> None:
     checkout.run()
     checkout.folder = checkout.folder.rename(tmp_path / "moved")
