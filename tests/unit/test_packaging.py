@@ -103,9 +103,19 @@ def locked(lock: str) -> list[tuple[Requirement, int]]:
     return [(Requirement(line.split(" --hash=")[0]), line.count(" --hash=sha256:")) for line in lines]
 
 
+def linux(python: str) -> dict[str, str]:
+    """What markers are held against."""
+    return {
+        "platform_machine": "x86_64",
+        "python_full_version": f"{python}.0",
+        "python_version": python,
+        "sys_platform": "linux",
+    }
+
+
 def pins(lock: str, python: str) -> dict[str, Version]:
     """What a lock installs on Linux with that Python."""
-    environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+    environment = linux(python)
     found: dict[str, Version] = {}
     for requirement, _ in locked(lock):
         if requirement.marker is None or requirement.marker.evaluate(environment):
