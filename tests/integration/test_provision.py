@@ -1,0 +1,193 @@
+"""Whole runs against a lab host: real SSH, real systemd, a real engine and model, a real answer.
+
+The tests of this file share one host and run in order: bare, provisioned, unchanged, drifted, changed.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from v100ctl.fleet import load_fleet
+
+from .hosts import ROOT, on_host, serving_variables, snapshot, v100ctl
+
+if TYPE_CHECKING:
+    from v100ctl.lab.hosts import RunningHost
+
+UNIT = "v100-chat.service"
+UNIT_FILE = f"/etc/systemd/system/{UNIT}"
+
+
+@pytest.fixture(scope="module")
+def inventory(lab_host: RunningHost, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from v100ctl.lab.hosts import write_inventory
+
+    path = tmp_path_factory.mktemp("fleet") / "hosts.yml"
+    return write_inventory(path, {lab_host.name: lab_host.variables()}, variables=serving_variables())
+
+
+@pytest.fixture(scope="module")
+def bare(lab_host: RunningHost) -> Iterator[None]:
+    """Nothing of an earlier session is on a shared host that was kept."""
+    remove = (
+        f"systemctl disable --now {UNIT}; rm -rf {UNIT_FILE} {UNIT_FILE}.d /etc/v100ctl /opt/v100ctl /var/lib/v100ctl;"
+        "systemctl daemon-reload; userdel v100; apt-get -qq purge -y libgomp1; true"
+    )
+    on_host(lab_host, remove)
+    yield
+    on_host(lab_host, remove)
+
+
+def write_variables(inventory: Path, variables: dict[str, Any]) -> None:
+    """Replace the variables of all hosts."""
+    import yaml
+
+    document = yaml.safe_load(inventory.read_text())
+    document["all"]["vars"] = variables
+    inventory.write_text(yaml.safe_dump(document))
+
+
+@pytest.mark.usefixtures("bare")
+def test_check_on_a_bare_host_changes_nothing(lab_host: RunningHost, inventory: Path) -> None:
+    before = snapshot(lab_host)
+    done = v100ctl("provision", "-i", inventory, "--check", "--json")
+    assert done.code == 2, done.err
+    result = done.document["hosts"][lab_host.name]
+    assert result["status"] == "would-change"
+    assert any(change.startswith("release.missing:") for change in result["changes"])
+    assert snapshot(lab_host) == before
+
+
+def test_a_bare_host_serves_after_one_command(lab_host: RunningHost, inventory: Path) -> None:
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    result = done.document["hosts"][lab_host.name]
+    assert result["status"] == "changed"
+    assert result["proofs"]["chat"]["tokens"] > 0
+    assert Path(done.document["log"]).is_file()
+
+
+def test_what_runs_is_what_was_planned(lab_host: RunningHost, lab_ssh: Any, inventory: Path) -> None:
+    done = v100ctl("plan", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    planned = done.document["hosts"][lab_host.name]["instances"]["chat"]
+    assert lab_ssh.service(UNIT).is_running
+    assert lab_ssh.service(UNIT).is_enabled
+    with lab_ssh.sudo():
+        assert lab_ssh.file(UNIT_FILE).content_string == planned["unit"]
+        pid = lab_ssh.check_output(f"systemctl show --property MainPID --value {UNIT}")
+        argv = lab_ssh.file(f"/proc/{pid}/cmdline").content.decode().rstrip("\0").split("\0")
+        assert argv == planned["argv"]
+        assert lab_ssh.check_output(f"stat -c %U /proc/{pid}") == "v100"
+        release = Path(argv[0]).parents[1]
+        assert lab_ssh.file(f"{release}/release.json").exists
+        assert lab_ssh.check_output("find /opt/v100ctl/engines -name '.*' -o -perm /022 ! -type l") == ""
+    assert lab_ssh.socket("tcp://127.0.0.1:8000").is_listening
+
+
+def test_render_prints_the_bytes_on_the_host(lab_host: RunningHost, inventory: Path) -> None:
+    done = v100ctl("render", lab_host.name, "-i", inventory)
+    assert done.code == 0, done.err
+    for path in (UNIT_FILE, "/etc/v100ctl/host.json"):
+        assert on_host(lab_host, f"cat {path}") in done.out + "\n"
+
+
+def test_a_second_run_changes_nothing_and_needs_no_ansible(lab_host: RunningHost, inventory: Path) -> None:
+    before = snapshot(lab_host)
+    started = on_host(lab_host, f"systemctl show --property ExecMainStartTimestampMonotonic {UNIT}")
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    assert done.document["log"] is None
+    assert done.document["hosts"][lab_host.name]["status"] == "unchanged"
+    assert done.document["hosts"][lab_host.name]["proofs"]["chat"]["tokens"] > 0
+    assert snapshot(lab_host) == before
+    assert on_host(lab_host, f"systemctl show --property ExecMainStartTimestampMonotonic {UNIT}") == started
+
+
+@pytest.mark.parametrize("arguments", [[], ["--check"]], ids=["run", "check"])
+def test_plain_ansible_finds_nothing_to_change(inventory: Path, lab_host: RunningHost, arguments: list[str]) -> None:
+    program = Path(sys.executable).with_name("ansible-playbook")
+    done = subprocess.run(
+        [program, "-i", inventory, "playbooks/provision.yml", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    recap = re.search(rf"^{re.escape(lab_host.name)}\s*:.*$", done.stdout, re.MULTILINE)
+    assert recap is not None
+    assert re.search(r"changed=0 .*unreachable=0 .*failed=0 .*rescued=0", recap[0]), done.stdout
+
+
+def test_audit_is_clean(lab_host: RunningHost, inventory: Path) -> None:
+    done = v100ctl("audit", "-i", inventory, "--json")
+    assert (done.code, done.document["hosts"][lab_host.name]["findings"]) == (0, [])
+    done = v100ctl("audit", "-i", inventory, "--deep", "--json")
+    assert (done.code, done.document["hosts"][lab_host.name]["findings"]) == (0, [])
+
+
+#: What somebody does to a host, and the findings that it must leave.
+DRIFT = [
+    (f"sed -i 's/--parallel 1/--parallel 2/' {UNIT_FILE}", {f"file.content:{UNIT_FILE}", f"unit.stale:{UNIT}"}),
+    (f"chmod 0666 {UNIT_FILE}", {f"file.mode:{UNIT_FILE}"}),
+    (f"systemctl stop {UNIT}", {f"unit.inactive:{UNIT}"}),
+    (f"systemctl disable {UNIT}", {f"unit.disabled:{UNIT}"}),
+    ("rm /opt/v100ctl/engines/llama_cpp/*/lib/libllama.so.0*", {"release.damaged:"}),
+    ("touch /var/lib/v100ctl/models/*.gguf", {"model.unverified:"}),
+    ("truncate -s 1000 /var/lib/v100ctl/models/*.gguf", {"model.unverified:"}),
+    ("rm /etc/v100ctl/host.json", {"file.missing:/etc/v100ctl/host.json"}),
+    (f"systemctl stop {UNIT}; userdel v100", {"account.missing:v100", f"unit.inactive:{UNIT}"}),
+]
+
+
+def test_each_drift_is_found_and_one_run_mends_all(lab_host: RunningHost, inventory: Path) -> None:
+    found: set[str] = set()
+    expected: set[str] = set()
+    for command, identifiers in DRIFT:
+        on_host(lab_host, command)
+        done = v100ctl("audit", "-i", inventory, "--json")
+        assert done.code == 2, (command, done.out, done.err)
+        seen = {finding["id"] for finding in done.document["hosts"][lab_host.name]["findings"]}
+        missing = {identifier for identifier in identifiers if not any(item.startswith(identifier) for item in seen)}
+        assert not missing, (command, seen)
+        found |= seen
+        expected |= identifiers
+    assert expected
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    assert done.document["hosts"][lab_host.name]["status"] == "changed"
+    assert v100ctl("audit", "-i", inventory, "--deep").code == 0
+
+
+def test_a_changed_setting_restarts_the_server_once(lab_host: RunningHost, inventory: Path) -> None:
+    write_variables(inventory, serving_variables(settings={"context_length": 1024, "parallel": 2}))
+    done = v100ctl("plan", "-i", inventory, "--json")
+    assert done.code == 2, done.err
+    changes = done.document["hosts"][lab_host.name]["changes"]
+    assert {name for change in changes for name in change["restarts"]} == {"chat"}
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    assert "--ctx-size 2048" in on_host(lab_host, f"cat {UNIT_FILE}")
+    assert load_fleet([inventory]).hosts[lab_host.name].config.llm_server_instances["chat"].settings.parallel == 2
+
+
+def test_a_flag_the_engine_refuses_fails_with_its_own_words_and_can_be_taken_back(lab_host: RunningHost, inventory: Path) -> None:
+    write_variables(inventory, serving_variables(extra_args=["--no-such-flag"]))
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 1
+    assert "no-such-flag" in done.document["hosts"][lab_host.name]["message"]
+    write_variables(inventory, serving_variables())
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+
+
+def test_an_instance_that_is_absent_is_removed(lab_host: RunningHost, inventory: Path) -> None:
+    write_variables(inventory, serving_variables(state="absent"))
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    assert on_host(lab_host, f"ls {UNIT_FILE} 2>/dev/null; pgrep llama-server; true") == ""
+    assert v100ctl("audit", "-i", inventory).code == 0
