@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import subprocess
 import tarfile
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import docker
 import pytest
@@ -21,44 +17,6 @@ from v100ctl.lab import engine
 from v100ctl.lab.engine import Daemon, ensure_docker, stop_engine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="starting a Docker Engine takes root")
-
-
-@pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
-    """Paths for a daemon of its own. The folder is short: a Unix socket's path has at most 107 bytes."""
-    folder = Path(tempfile.mkdtemp(prefix="v100e"))
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    bridge = f"v100e{os.getpid()}"
-    made = Daemon(
-        socket=folder / "s",
-        pid_file=folder / "pid",
-        exec_root=folder / "x",
-        log_file=folder / "log",
-        arguments=(
-            f"--data-root={folder}/data",
-            f"--exec-root={folder}/x",
-            f"--pidfile={folder}/pid",
-            f"--host=unix://{folder}/s",
-            # Nothing of the first engine's network may be touched. (`--bridge=none` would remove docker0 itself.)
-            f"--bridge={bridge}",
-            "--iptables=false",
-            "--ip-forward=false",
-            "--ip-masq=false",
-        ),
-    )
-    subprocess.run(["ip", "link", "add", bridge, "type", "bridge"], check=True)
-    subprocess.run(["ip", "address", "add", "198.18.77.1/24", "dev", bridge], check=True)
-    yield made
-    # The daemon's own pid file may be part of the test, so its processes are found by their command lines.
-    for name in ("dockerd", "containerd", "containerd-shim"):
-        for pid in list(engine._all_pids()):
-            if engine._program(pid) == name and str(folder) in " ".join(engine._arguments_of(pid)):
-                engine._end(pid, name)
-    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-        if line.split()[1].startswith(str(folder)):
-            subprocess.run(["umount", "--lazy", line.split()[1]], check=False)
-    subprocess.run(["ip", "link", "delete", bridge], check=True)
-    shutil.rmtree(folder)
 
 
 def _reporter() -> Reporter:

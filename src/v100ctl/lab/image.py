@@ -19,15 +19,15 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound
+from docker.errors import APIError, DockerException, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.models.images import Image
 
@@ -117,6 +117,7 @@ apt-get install --yes "$@"
 rm -f /etc/apt/apt.conf.d/90no-recommends
 """
 
+_BUILD_APT_SETTINGS = "/.v100ctl-lab-apt.conf"
 _FIRST_ANSWER_TIMEOUT_S = 10.0
 _STALL_TIMEOUT_S = 60.0
 _MMDEBSTRAP_TIMEOUT_S = 1800.0
@@ -161,7 +162,11 @@ def ensure_image(client: docker.DockerClient, reporter: Reporter, *, recipe: Rec
             return found
         _remove_unfinished(client)
         with reporter.phase("Making the lab host image"), engine_errors("make the lab host image"):
-            return _make(client, reporter, recipe)
+            try:
+                return _make(client, reporter, recipe)
+            except BaseException:
+                _remove_unfinished(client)
+                raise
 
 
 def remove_images(client: docker.DockerClient) -> list[str]:
@@ -216,16 +221,21 @@ def _find(client: docker.DockerClient, recipe: Recipe) -> Image | None:
     return None
 
 
+def _working_name() -> str:
+    """The container that the image is made in; one for each lab folder, as the lock is."""
+    return f"v100ctl-image-{hashlib.sha256(str(lab_dir()).encode()).hexdigest()[:8]}"
+
+
 def _remove_unfinished(client: docker.DockerClient) -> None:
     """Containers and nameless images that an interrupted run left. The caller holds the lock, or removes everything anyway."""
-    for container in client.containers.list(all=True, filters={"label": IMAGE_LABEL}):
-        if LABEL not in container.labels:
-            remove_container(container)
+    # By name: a container inherits the labels of its image, so the label is on all that anybody ever made of it.
+    with suppress(NotFound):
+        remove_container(client.containers.get(_working_name()))
     for image in client.images.list(filters={"label": IMAGE_LABEL, "dangling": True}):
         try:
             client.images.remove(image.id or "")
-        except (ImageNotFound, APIError):
-            # In use by a host whose tag has moved on: it is removed with that host.
+        except APIError:
+            # Gone, or in use by a host whose tag has moved on: it is removed with that host.
             continue
 
 
@@ -253,7 +263,13 @@ def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe) -> Im
 def _container(client: docker.DockerClient, recipe: Recipe, base: str) -> Iterator[Container]:
     """A container of ``base`` that waits for commands; removed afterwards."""
     container = client.containers.run(
-        base, ["sleep", "infinity"], detach=True, init=True, labels={IMAGE_LABEL: recipe.digest}, stop_signal="SIGKILL"
+        base,
+        ["sleep", "infinity"],
+        name=_working_name(),
+        detach=True,
+        init=True,
+        labels={IMAGE_LABEL: recipe.digest},
+        stop_signal="SIGKILL",
     )
     try:
         yield container
@@ -268,10 +284,11 @@ def _run(container: Container, command: Sequence[str], what: str, *, apt_text: s
     """
     environment = {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8", **reachable_proxies(os.environ)}
     if apt_text:
-        put_file(container, "/etc/apt/apt.conf.d/99lab-build", apt_text.encode(), mode=0o600)
+        put_file(container, _BUILD_APT_SETTINGS, apt_text.encode(), mode=0o600)
+        environment["APT_CONFIG"] = _BUILD_APT_SETTINGS
     code, output = execute(container, command, environment=environment)
     if apt_text:
-        execute(container, ["rm", "-f", "/etc/apt/apt.conf.d/99lab-build"])
+        execute(container, ["rm", "-f", _BUILD_APT_SETTINGS])
     if code != 0:
         lines = [line for line in output.splitlines() if line.strip()]
         complaints = [line for line in lines if line.startswith("E: ")] or lines[-3:]
@@ -300,7 +317,7 @@ def _registry_base(client: docker.DockerClient, reporter: Reporter) -> str | Non
     except ImageNotFound:
         pass
     try:
-        for event in _bounded(client.api.pull(*_BASE, stream=True, decode=True)):
+        for event in _bounded(lambda: client.api.pull(*_BASE, stream=True, decode=True)):
             if "error" in event:
                 raise DockerException(str(event["error"]))
             detail = event.get("progressDetail") or {}
@@ -315,8 +332,8 @@ def _registry_base(client: docker.DockerClient, reporter: Reporter) -> str | Non
         return None
 
 
-def _bounded(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The events, as long as they keep coming.
+def _bounded(request: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """The events that a request brings, as long as they keep coming.
 
     The engine may try an address that never answers for minutes, and its client library has no time limit for this call.
 
@@ -327,7 +344,7 @@ def _bounded(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     def read() -> None:
         try:
-            for event in events:
+            for event in request():
                 items.put(event)
             items.put(None)
         except BaseException as error:
