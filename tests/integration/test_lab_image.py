@@ -227,7 +227,7 @@ def test_a_mirror_that_cannot_be_reached_is_said_in_apts_words(lab: Lab, monkeyp
     monkeypatch.setattr(image, "_apt_sources", lambda distribution, suite: [f"deb http://127.0.0.1:{port}/debian {suite} main"])
     monkeypatch.setattr(image, "_registry_base", lambda client, reporter: None)
     recipe = Recipe(setup="of this test")
-    with pytest.raises(LabError, match="mmdebstrap could not make a .* system from this machine's package mirror: E: ") as caught:
+    with pytest.raises(LabError, match=r"mmdebstrap could not make a .* system from this machine's package mirror: E: ") as caught:
         ensure_image(lab.client, make_reporter(stream=io.StringIO()), recipe=recipe)
     assert str(tmp_path) in (caught.value.hint or "")
     # Docker Engine takes an archive that was cut off for a whole one.

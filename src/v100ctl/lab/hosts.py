@@ -483,9 +483,12 @@ def _boot_hint(container: Container) -> str:
 
 
 def ssh_quote(value: str) -> str:
-    """A path as OpenSSH's configuration needs it: per cent signs doubled, in quotes where it holds blanks."""
+    """A path as OpenSSH's configuration needs it: per cent signs doubled, quoted where it holds blanks, quotes or backslashes."""
     value = value.replace("%", "%%")
-    return f'"{value}"' if re.search(r"\s", value) else value
+    if not re.search(r"[\s\"'\\#]", value):
+        return value
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'"{escaped}"'
 
 
 def ssh_config(hosts: Sequence[RunningHost]) -> str:
