@@ -1,0 +1,138 @@
+"""Filters through which playbooks reach the same plan, comparison and judgement that the CLI uses.
+
+They stay thin: arguments become plain data, one function of the package is called, and an error keeps its message and hint.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+
+def _module(name: str) -> Any:
+    """A module of the package, imported when a filter is used: Ansible drops a plugin file that fails to import with a bare warning.
+
+    Raises:
+        AnsibleFilterError: the package or one of its dependencies is missing.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise AnsibleFilterError(
+            f"the Python package v100ctl cannot be imported by {sys.executable}: {error}. "
+            "hint: run `./v100ctl --help` once, then use the `ansible-playbook` in its `.venv/bin`"
+        ) from error
+
+
+if importlib.util.find_spec("v100ctl") is None:
+    # Plain `ansible-playbook` from a checkout: the package lies beside the playbooks.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without Ansible's tagged and lazily templated types."""
+    return _module("v100ctl.fleet").plain(value)
+
+
+class _PlainMapping(Mapping[str, Any]):
+    """A host's variables as plain data, each templated only when it is read.
+
+    Most of a host's variables are none of ours, and one that cannot be templated is no error before somebody asks for it.
+    """
+
+    def __init__(self, source: Mapping[str, Any]) -> None:
+        self._source = source
+
+    def __getitem__(self, name: str) -> Any:
+        return _plain(self._source[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source
+
+    def __iter__(self) -> Iterator[str]:
+        return (str(name) for name in self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+
+def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with errors for people turned into Ansible's own kind, hint included."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except _module("v100ctl.errors").V100ctlError as error:
+            hint = f". hint: {error.hint}" if error.hint else ""
+            raise AnsibleFilterError(f"{error.message}{hint}") from error
+        except ValueError as error:
+            # pydantic's errors are of this kind: a document is not what it has to be.
+            raise AnsibleFilterError(str(error)) from error
+
+    return call
+
+
+def probe_request(hostvars: Mapping[str, Any]) -> dict[str, Any]:
+    """What the probe shall look at on a host, from the host's variables."""
+    planning = _module("v100ctl.plan")
+    variables = planning.ansible_variables(_PlainMapping(hostvars))
+    config = _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables)
+    result: dict[str, Any] = planning.probe_request(config).model_dump(mode="json")
+    return result
+
+
+def make_plan(hostvars: Mapping[str, Any], facts: Mapping[str, Any], as_of: str | None = None) -> dict[str, Any]:
+    """The decided values for the roles.
+
+    Args:
+        hostvars: The host's variables.
+        facts: What the probe returned.
+        as_of: The day the plan is made for, ``YYYY-MM-DD``; today where it is not given.
+    """
+    day = datetime.date.fromisoformat(str(as_of)) if as_of else datetime.date.today()
+    result: dict[str, Any] = _module("v100ctl.plan").from_ansible(_PlainMapping(hostvars), _plain(facts), day)
+    return result
+
+
+def restarts(decided: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """The instances whose process does not run, or runs something else than the plan says."""
+    return list(_module("v100ctl.compare").restarts(_plain(decided), _plain(facts)))
+
+
+def judge(completion: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether an answer of ``/v1/chat/completions`` proves that the model serves."""
+    result: dict[str, Any] = _module("v100ctl.serving").judge_completion(_plain(completion))
+    return result
+
+
+def package_file(name: str) -> str:
+    """The absolute path of something that the package ships, for modules that read from the controller.
+
+    Args:
+        name: Its path inside the package, such as ``probe/host_script.py``.
+    """
+    path = Path(_module("v100ctl").__file__).resolve().parent / name
+    if not path.exists():
+        raise AnsibleFilterError(f"{path} is missing. hint: install v100ctl again")
+    return str(path)
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """The filters by name."""
+        return {
+            "v100ctl_judge": _explained(judge),
+            "v100ctl_package_file": _explained(package_file),
+            "v100ctl_plan": _explained(make_plan),
+            "v100ctl_probe_request": _explained(probe_request),
+            "v100ctl_restarts": _explained(restarts),
+        }

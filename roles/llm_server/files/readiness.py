@@ -1,0 +1,87 @@
+"""Says in one JSON object whether a unit serves. Runs on the host with its own Python (3.8 or later); changes nothing.
+
+``state`` is ``done`` (the unit is active and its health path answers 200), ``failed`` (waiting longer is useless) or ``running``.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+
+#: After so many restarts by systemd since it was started, a server will not come up by itself.
+RESTARTS_THAT_MEAN_FAILURE = 2
+HEALTH_TIMEOUT_S = 5
+SYSTEMCTL_TIMEOUT_S = 15
+PROPERTIES = ("ActiveState", "SubState", "Result", "NRestarts", "ExecMainStatus")
+
+
+def unit_properties(unit):
+    """The properties of ``unit`` that :func:`judge` needs, by name; empty where systemd does not answer in time."""
+    try:
+        shown = subprocess.run(
+            ["systemctl", "show", "--property", ",".join(PROPERTIES), "--", unit],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SYSTEMCTL_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {}
+    pairs = (line.split("=", 1) for line in shown.stdout.decode("utf-8", "replace").splitlines() if "=" in line)
+    return dict(pairs)
+
+
+def health(url):
+    """The HTTP status that ``url`` answers with and ``""``, or ``None`` and the reason why there is none."""
+    # No proxy: the address is this host's own.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
+            return response.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except (OSError, ValueError) as error:
+        return None, str(getattr(error, "reason", error))
+
+
+def judge(unit, properties, status, reason, restarts_before):
+    """Whether ``unit`` serves, as the document that is printed."""
+    active = properties.get("ActiveState", "")
+    restarts = int(properties.get("NRestarts") or 0) - restarts_before
+    document = {
+        "unit": unit,
+        "phase": "load",
+        "active_state": active,
+        "sub_state": properties.get("SubState", ""),
+        "restarts_count": restarts,
+        "health_status": status,
+    }
+    how = "last exit status {}, result {}".format(properties.get("ExecMainStatus", "unknown"), properties.get("Result", "unknown"))
+    if active == "active" and status == 200:
+        return dict(document, state="done", message="it is healthy")
+    if active in ("failed", "inactive"):
+        return dict(document, state="failed", message="it is {} ({})".format(active, how))
+    if restarts >= RESTARTS_THAT_MEAN_FAILURE:
+        return dict(document, state="failed", message="it keeps exiting: {} restarts ({})".format(restarts, how))
+    answer = "answers with HTTP status {}".format(status) if status is not None else "does not answer ({})".format(reason)
+    return dict(document, state="running", message="it is {}, but its health path {}".format(active or "unknown", answer))
+
+
+def main(arguments=None):
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--unit", required=True, help="the systemd unit")
+    parser.add_argument("--url", required=True, help="its health path, as seen on this host")
+    parser.add_argument("--restarts-before", type=int, default=0, help="restarts by systemd that do not count")
+    options = parser.parse_args(arguments)
+    status, reason = health(options.url)
+    document = judge(options.unit, unit_properties(options.unit), status, reason, options.restarts_before)
+    json.dump(document, sys.stdout)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
