@@ -88,9 +88,7 @@ class Phase(AbstractContextManager["Phase"]):
         self.entered = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.end(succeeded=error is None)
 
     def end(self, *, succeeded: bool = True) -> None:

@@ -406,7 +406,7 @@ class _Events:
             if kind == "runner_on_failed" and data.get("ignore_errors"):
                 self._reporter.host_idle(host)
                 return
-            message = failure_message(data.get("res") or {})
+            message = failure_message(data.get("res") or {}, text)
             failure = Failure(clean_line(host), role and clean_line(role), clean_line(task), message, hint_for(message))
             (self._failed if kind == "runner_on_failed" else self._unreachable).append(failure)
             self._reporter.host_idle(host)
@@ -500,23 +500,30 @@ def _json_object(text: object) -> Mapping[str, Any]:
     return {}
 
 
+# Who failed is said beside the message: host, role and task.
+_PREFIX = re.compile(r"\A(?:(?:Task|Action|Module) failed: )+")
 # Messages that say that something failed, but not what.
-_GENERIC = re.compile(
-    r"\A(?:Task failed: )?(?:Action failed: )?(?:Module failed: )?"
-    r"(?:non-zero return code|MODULE FAILURE.*|Module result deserialization failed.*|No (?:valid )?JSON.*found.*|\s*)\.?\Z",
-    re.DOTALL,
-)
-_LOOP_FAILED = re.compile(r"\A(?:Task failed: )?(?:One or more items failed|All items completed)\.?\Z")
+_GENERIC = re.compile(r"\A(?:non-zero return code|MODULE FAILURE|Module result deserialization failed|\Z)")
+_LOOP_FAILED = re.compile(r"\A(?:One or more items failed|All items completed)\.?\Z")
+# How Ansible shows a failure: with the causes that the result leaves out.
+_SHOWN = re.compile(r"\A\s*\[ERROR\]: (.*?)\n(?:Origin: |fatal: |failed: )", re.DOTALL)
+# The frame of ssh's warning about a changed key.
+_BANNER = re.compile(r"@{10,}\s*")
 
 
-def failure_message(result: Mapping[str, Any]) -> str:
+def failure_message(result: Mapping[str, Any], shown: str = "") -> str:
     """What a failed task's ``result`` says, for a person: the module's message, failing items, the end of stderr.
 
-    A result that ``no_log`` censored stays so.
+    ``shown`` is what Ansible printed about it. A result that ``no_log`` censored stays so.
     """
     if "censored" in result:
         return "its output is hidden by `no_log`"
-    message = _text(result.get("msg"))
+    message = _PREFIX.sub("", _BANNER.sub("", _text(result.get("msg"))))
+    match = _SHOWN.match(clean(shown))
+    if match:
+        whole = _PREFIX.sub("", match[1].strip())
+        if message and whole.startswith(message.rstrip(".") + ": "):
+            message = whole
     parts: list[str] = []
     items = [item for item in result.get("results") or [] if isinstance(item, Mapping)]
     failed_items = [item for item in items if item.get("failed") or item.get("unreachable")]
@@ -529,8 +536,10 @@ def failure_message(result: Mapping[str, Any]) -> str:
             parts.append(f"and {len(failed_items) - _ITEMS_SHOWN} more of {len(items)} items")
     else:
         parts.append(message or "it failed without a message")
-        if not message or _GENERIC.match(message):
+        if _GENERIC.match(message):
             parts.append(_output_tail(result))
+        elif message == "Request failed":
+            parts += [_text(result.get("response")), _text(result.get("url"))]
     delegated = result.get("_ansible_delegated_vars")
     if isinstance(delegated, Mapping) and delegated.get("ansible_delegated_host"):
         parts[0] = f"on {_text(delegated['ansible_delegated_host'])}: {parts[0]}"
