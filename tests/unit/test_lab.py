@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import docker
 import pytest
 import yaml
 from docker.models.containers import Container
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from v100ctl import practice
+from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import LabError
 from v100ctl.fleet import InstanceSpec
 from v100ctl.lab import engine, image
@@ -258,6 +261,43 @@ def test_the_hint_is_the_command_of_this_system(
     fields = os_release(tmp_path / "os-release")
     monkeypatch.setattr(engine, "os_release", lambda: fields)
     assert command in engine._install_hint()
+
+
+@pytest.mark.parametrize(
+    ("root", "installed", "system", "message", "hint"),
+    [
+        (False, False, "debian", "not installed, and installing it needs root", "sudo apt-get install -y docker.io iptables"),
+        (False, True, "debian", "not running, and starting it needs root", "run `sudo "),
+        (True, False, "fedora", "on Debian and Ubuntu only (this is fedora)", "sudo dnf install -y moby-engine"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_command(
+    root: bool, installed: bool, system: str, message: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(engine, "_find", lambda program: f"/usr/sbin/{program}" if installed else None)
+    monkeypatch.setattr(engine, "os_release", lambda: {"ID": system, "PRETTY_NAME": system})
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    with pytest.raises(LabError) as caught:
+        engine.ensure_docker(make_reporter(stream=io.StringIO()), install=True, daemon=_daemon(tmp_path))
+    assert message in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_without_leave_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(engine, "_find", lambda program: None)
+    monkeypatch.setattr(engine, "install_packages", lambda *arguments, **options: pytest.fail("packages were installed"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(LabError, match="Docker Engine is not installed"):
+        engine.ensure_docker(make_reporter(stream=io.StringIO()), install=False, daemon=_daemon(tmp_path))
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:2375", "ssh://somewhere"])
+def test_an_engine_elsewhere_is_refused(address: str) -> None:
+    with pytest.raises(LabError, match="on another machine"):
+        engine._usable(cast(docker.DockerClient, None), address)
 
 
 def test_this_program_is_running_and_carries_its_own_start() -> None:

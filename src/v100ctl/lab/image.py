@@ -267,7 +267,6 @@ def _container(client: docker.DockerClient, recipe: Recipe, base: str) -> Iterat
         ["sleep", "infinity"],
         name=_working_name(),
         detach=True,
-        init=True,
         labels={IMAGE_LABEL: recipe.digest},
         stop_signal="SIGKILL",
     )
