@@ -227,8 +227,12 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tarfile.TarFile]:
     try:
-        with tarfile.open(str(path), "r:gz") as archive:
-            yield archive
+        with gzip.open(str(path)) as stream:
+            with tarfile.open(fileobj=stream, mode="r:") as archive:
+                yield archive
+            # A tar archive ends before its stream does: only at the very end is there a checksum over all of it.
+            while stream.read(MIB):
+                pass
     except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise BuildError(f"`{path}` is not a whole .tar.gz archive: {error}") from error
 

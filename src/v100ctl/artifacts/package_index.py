@@ -100,14 +100,15 @@ def explain_pip(lines: list[str], requirement: str) -> str:
         if got and expected:
             return f"it has sha256 {got.group(1)} instead of {expected.group(1)}"
         return "it has another sha256 than was asked for"
-    broken = re.search(r"Retrying \(.*?\) after connection broken by '(.*)'", text)
+    broken = re.search(r"after connection broken by '(.*)': /", text)
     if broken:
         cause = re.search(
-            r"(Failed to establish a new connection|Failed to resolve|timed out|Read timed out|[Cc]ertificate).*", text
+            r"Failed to (?:establish|resolve)[^\"]*|(?:[Rr]ead )?timed out|certificate verify failed[^\"]*", broken.group(1)
         )
-        return (
-            f"pip reached no index that has {requirement}: {(cause.group(0) if cause else broken.group(1))[:200].strip(chr(39))}"
-        )
+        return f"pip reached no index that has {requirement}: {(cause or broken).group(0)[:200]}"
+    insecure = re.search(r"The repository located at (\S+) is not a trusted or secure host", text)
+    if insecure:
+        return f"pip does not trust the index at {insecure.group(1)}, which is configured without https"
     if "No space left on device" in text:
         return "the disk became full during the download"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]

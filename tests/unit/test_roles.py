@@ -1,0 +1,80 @@
+"""Every role: what it documents is what it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROLES = Path(__file__).resolve().parents[2] / "roles"
+NAMES = sorted(path.parent.parent.name for path in ROLES.glob("*/tasks/main.yml"))
+TYPES = {"str": str, "int": int, "bool": bool, "list": list, "dict": dict, "path": str, "float": (int, float), "raw": object}
+
+
+def _load(role: str, file: str) -> Any:
+    return yaml.safe_load((ROLES / role / file).read_text(encoding="utf-8")) or {}
+
+
+def differences(defaults: dict[str, Any], options: dict[str, dict[str, Any]]) -> list[str]:
+    """What ``defaults/main.yml`` and the options of ``meta/argument_specs.yml`` say differently."""
+    found = [f"{name} has a default and no row" for name in defaults if name not in options]
+    for name, option in options.items():
+        if "description" not in option or "type" not in option:
+            found.append(f"{name} lacks its description or type")
+        elif option.get("required"):
+            found += [f"{name} is required and has a default"] if name in defaults or "default" in option else []
+        elif name not in defaults:
+            found.append(f"{name} is optional and has no default")
+        elif ("default" in option, option.get("default")) != (True, defaults[name]):
+            found.append(f"{name} is {defaults[name]!r} and documented as {option.get('default', 'nothing')!r}")
+        elif not isinstance(defaults[name], TYPES[option["type"]]):
+            found.append(f"{name} is {defaults[name]!r}, not a {option['type']}")
+    return found
+
+
+def test_there_are_roles() -> None:
+    assert "llama_cpp" in NAMES
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_argument_specs_and_defaults_are_the_same(role: str) -> None:
+    specs = _load(role, "meta/argument_specs.yml")["argument_specs"]
+    assert differences(_load(role, "defaults/main.yml"), specs["main"]["options"]) == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_variables_carry_the_roles_name(role: str) -> None:
+    assert [name for name in _load(role, "defaults/main.yml") if not name.startswith(f"{role}_")] == []
+    private = _load(role, "vars/main.yml") if (ROLES / role / "vars/main.yml").is_file() else {}
+    assert [name for name in private if not name.startswith(f"_{role}_")] == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_readme_names_every_variable(role: str) -> None:
+    text = (ROLES / role / "README.md").read_text(encoding="utf-8")
+    assert [
+        name for name in _load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"] if f"`{name}`" not in text
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("defaults", "options"),
+    [
+        ({"a": 1}, {}),
+        ({}, {"a": {"type": "int", "description": ""}}),
+        ({"a": 1}, {"a": {"type": "int", "description": "", "default": 2}}),
+        ({"a": None}, {"a": {"type": "raw", "description": ""}}),
+        ({"a": "1"}, {"a": {"type": "int", "description": "", "default": "1"}}),
+        ({"a": 1}, {"a": {"type": "int", "description": "", "required": True}}),
+        ({"a": 1}, {"a": {"type": "int", "default": 1}}),
+    ],
+)
+def test_differences_are_seen(defaults: dict[str, Any], options: dict[str, dict[str, Any]]) -> None:
+    assert len(differences(defaults, options)) == 1
+
+
+def test_no_difference() -> None:
+    options = {"a": {"type": "int", "description": "", "default": 1}, "b": {"type": "str", "description": "", "required": True}}
+    assert differences({"a": 1}, options) == []
