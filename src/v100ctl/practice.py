@@ -20,6 +20,7 @@ from v100ctl.errors import EXIT_ERROR, LabError, V100ctlError
 from v100ctl.fleet import BUILDERS_GROUP
 from v100ctl.lab import lab_dir
 from v100ctl.lab.engine import docker_is_installed, engine_answers, engine_errors, ensure_docker, stop_engine
+from v100ctl.lab.locks import exclusive
 from v100ctl.paths import cache_dir, state_dir
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ def run_try(reporter: Reporter, *, question: str = DEFAULT_QUESTION, as_of: date
     Raises:
         V100ctlError: A step could not be done; what was done stays and is used by the next run.
     """
+    # Two at once would share the hosts, and the first to finish would take the builder from the other.
+    with exclusive(lab_dir() / "practice.lock", lambda: reporter.note("another `v100ctl try` is running; waiting for it")):
+        return _run_try(reporter, question, as_of, verbosity)
+
+
+def _run_try(reporter: Reporter, question: str, as_of: date, verbosity: int) -> Practice:
     from v100ctl.audit import audit
     from v100ctl.fleet import load_fleet
     from v100ctl.lab.hosts import Lab, LabHost
@@ -129,7 +136,7 @@ def run_try(reporter: Reporter, *, question: str = DEFAULT_QUESTION, as_of: date
     inventory = _write_inventory(host, None)
     fleet = load_fleet([inventory])
     answer = _ask(result, question, reporter)
-    with reporter.phase("Auditing the practice host"):
+    with reporter.phase("auditing the practice host"):
         report = audit(fleet, access=access, as_of=as_of)
     return ended(answer, report)
 
@@ -145,7 +152,7 @@ def down(reporter: Reporter) -> list[str]:
         return []
     from v100ctl.lab.hosts import Lab
 
-    with reporter.phase("Removing the practice host"):
+    with reporter.phase("removing the practice host"):
         removed = Lab(client).down(HOST, BUILDER)
     inventory_path().unlink(missing_ok=True)
     return removed
@@ -162,7 +169,7 @@ def purge(reporter: Reporter) -> None:
         from v100ctl.lab.hosts import Lab
         from v100ctl.lab.image import remove_images
 
-        with reporter.phase("Removing lab hosts and their image"), engine_errors("remove the lab"):
+        with reporter.phase("removing lab hosts and their image"), engine_errors("remove the lab"):
             Lab(client).down()
             for tag in remove_images(client):
                 reporter.note(f"the image {tag} stays: a container that is not yours uses it")
@@ -172,7 +179,7 @@ def purge(reporter: Reporter) -> None:
             reporter.note(f"Docker Engine is left running: it runs {', '.join(sorted(others))}")
         else:
             stop_engine(reporter)
-    with reporter.phase("Removing caches, keys and logs"):
+    with reporter.phase("removing caches, keys and logs"):
         for folder in (cache_dir(), state_dir()):
             _remove_tree(folder)
 
@@ -278,7 +285,7 @@ def _ask(result: HostResult, question: str, reporter: Reporter) -> Completion:
         "completion_url": instance.completion_url,
         "model_alias": instance.model_alias,
     }
-    with reporter.phase("Asking the model"), open_session(connection) as session:
+    with reporter.phase("asking the model"), open_session(connection) as session:
         return ask(session, described, question, max_tokens=_MAX_TOKENS)
 
 

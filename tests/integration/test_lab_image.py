@@ -204,8 +204,8 @@ def test_two_at_once_make_it_once(client: docker.DockerClient) -> None:
     assert len(made) == 2
     assert len(set(made)) == 1
     texts = [stream.getvalue() for stream in said]
-    assert sum("Making the lab host image" in text for text in texts) == 1
-    assert sum("another v100ctl is making the lab host image" in text for text in texts) == 1
+    assert sum("making the lab host image ..." in text for text in texts) == 1
+    assert sum("another v100ctl is making" in text for text in texts) == 1
 
 
 def test_a_registry_that_never_answers_is_given_up(make_daemon: Callable[..., Daemon], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,9 @@ def test_a_mirror_that_cannot_be_reached_is_said_in_apts_words(lab: Lab, monkeyp
     monkeypatch.setattr(image, "_apt_sources", lambda distribution, suite: [f"deb http://127.0.0.1:{port}/debian {suite} main"])
     monkeypatch.setattr(image, "_registry_base", lambda client, reporter: None)
     recipe = Recipe(setup="of this test")
-    with pytest.raises(LabError, match=r"mmdebstrap could not make a .* system from this machine's package mirror: E: ") as caught:
+    with pytest.raises(
+        LabError, match=r"mmdebstrap could not make a .* system from this machine's package mirror: E: "
+    ) as caught:
         ensure_image(lab.client, make_reporter(stream=io.StringIO()), recipe=recipe)
     assert str(tmp_path) in (caught.value.hint or "")
     # Docker Engine takes an archive that was cut off for a whole one.

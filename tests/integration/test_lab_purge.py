@@ -96,7 +96,7 @@ def test_purge_leaves_nothing_and_may_be_repeated(engine_is: str, own_engine: Da
 
     said = io.StringIO()
     practice.purge(make_reporter(stream=said))
-    assert "Starting Docker Engine" not in said.getvalue()
+    assert "starting Docker Engine" not in said.getvalue()
     assert not state_dir().exists()
 
     # What the engine still holds on its disk is nothing of the lab's.

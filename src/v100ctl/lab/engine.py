@@ -169,7 +169,7 @@ def stop_engine(reporter: Reporter, *, daemon: Daemon | None = None) -> bool:
     pid = _read_pid(daemon.pid_file)
     if pid is None or _program(pid) != "dockerd" or _environment_of(pid).get(STARTED_BY) != str(lab_dir()):
         return False
-    with reporter.phase("Stopping the Docker Engine that was started for the lab"):
+    with reporter.phase("stopping the Docker Engine that was started for the lab"):
         _end(pid, "dockerd")
         for orphan in _orphaned_containerds(daemon):
             _end(orphan, "containerd")
@@ -279,7 +279,7 @@ def _install_and_start(reporter: Reporter, daemon: Daemon, *, install: bool) -> 
             )
         install_packages(reporter, ENGINE_PACKAGES, purpose="Docker Engine")
         # The package starts the service on most systems; the ways of starting it below cope with that.
-    with reporter.phase("Starting Docker Engine"):
+    with reporter.phase("starting Docker Engine"):
         if Path("/run/systemd/system").is_dir():
             _start_with_systemd(daemon)
         else:
@@ -298,7 +298,7 @@ def install_packages(reporter: Reporter, packages: Sequence[str], *, purpose: st
     log = lab_dir() / "apt.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = ["apt-get", "install", "--yes", "--no-install-recommends", *packages]
-    with reporter.phase(f"Installing {' '.join(packages)} for {purpose}"):
+    with reporter.phase(f"installing {' '.join(packages)} for {purpose}"):
         updated = not _apt_lists_are_fresh()
         if updated:
             _apt(reporter, ["apt-get", "update"], log)

@@ -185,7 +185,7 @@ class Lab:
             container = self._container(host, image)
             self._furnish(container)
             if container.status != "running":
-                with reporter.phase(f"Booting the lab host {host.name}"):
+                with reporter.phase(f"booting the lab host {host.name}"):
                     container.start()
                     self._await_boot(container, host.name)
             else:

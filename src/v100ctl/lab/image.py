@@ -161,7 +161,7 @@ def ensure_image(client: docker.DockerClient, reporter: Reporter, *, recipe: Rec
         if found is not None:
             return found
         _remove_unfinished(client)
-        with reporter.phase("Making the lab host image"), engine_errors("make the lab host image"):
+        with reporter.phase("making the lab host image"), engine_errors("make the lab host image"):
             try:
                 return _make(client, reporter, recipe)
             except BaseException:
