@@ -297,8 +297,8 @@ def parse_ssh_config(output: str, host: str) -> SshTarget:
         certificate_files=paths(values.get("certificatefile", [])),
         identities_only=one("identitiesonly") == "yes",
         identity_agent=values.get("identityagent", ["SSH_AUTH_SOCK"])[0],
-        user_known_hosts_files=paths(_files(one("userknownhostsfile"))),
-        global_known_hosts_files=paths(_files(one("globalknownhostsfile"))),
+        user_known_hosts_files=_files(one("userknownhostsfile")),
+        global_known_hosts_files=_files(one("globalknownhostsfile")),
         hash_known_hosts=one("hashknownhosts") == "yes",
         host_key_alias=one("hostkeyalias"),
         strict_host_key_checking=one("stricthostkeychecking", "ask"),
@@ -310,9 +310,11 @@ def parse_ssh_config(output: str, host: str) -> SshTarget:
     )
 
 
-def _files(value: str) -> list[str]:
-    # `ssh -G` prints several files with blanks between them and does not quote a blank inside a name.
-    return [value] if " " in value and Path(value).exists() else value.split()
+def _files(value: str) -> tuple[Path, ...]:
+    """The files of a list. Other than in single paths, `ssh -G` has resolved their tokens by then."""
+    # It prints blanks between files and does not quote a blank inside a name.
+    names = [value] if " " in value and Path(value).exists() else value.split()
+    return tuple(Path(expand_home(name)) for name in names)
 
 
 def expand_home(text: str) -> str:
