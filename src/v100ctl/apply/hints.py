@@ -39,7 +39,12 @@ HINTS: tuple[HintRow, ...] = (
         "this account's sudo asks for a password: give `-K`, or set `ansible_become_password` (in a vault) for the host",
     ),
     _row(
-        (r"incorrect sudo password", r"sudo: \d+ incorrect password attempt"),
+        (
+            r"incorrect sudo password",
+            r"sudo: \d+ incorrect password attempt",
+            r"duplicate become password prompt",
+            r"\bsorry, try again\.",
+        ),
         "the sudo password was wrong: it is this account's password on the host; try it there with `sudo -k -v`",
     ),
     _row(
@@ -86,7 +91,7 @@ HINTS: tuple[HintRow, ...] = (
     ),
     _row(
         (r"certificate verify failed", r"CERTIFICATE_VERIFY_FAILED"),
-        "the server's TLS certificate is not trusted there: check the clock (`date`), the package `ca-certificates` and any proxy",
+        "the server's TLS certificate is not trusted there: check its clock (`date`), package `ca-certificates` and any proxy",
     ),
     # Reaching the host
     _row(
@@ -106,7 +111,7 @@ HINTS: tuple[HintRow, ...] = (
     ),
     _row(
         (r"this account is currently not available",),
-        "the account's shell on the host refuses logins: connect as another user, or give it one with `usermod -s /bin/bash USER`",
+        "this account's shell on the host refuses logins: connect as another user, or change it with `usermod -s /bin/bash USER`",
     ),
     _row(
         (r"could not resolve hostname", r"name or service not known", r"temporary failure in name resolution"),

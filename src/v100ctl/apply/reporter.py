@@ -46,8 +46,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 #: Seconds between two plain lines about the same thing.
 PLAIN_INTERVAL_S = 10.0
-#: Fraction of the whole after which a plain progress line is due before the interval is over.
-PLAIN_FRACTION = 0.1
+#: Into how many parts the whole is divided for plain progress: a line is due at each, even before the interval is over.
+PLAIN_PARTS = 10
 
 
 def clean(text: str) -> str:
@@ -109,7 +109,7 @@ class Reporter(Protocol):
         """``done`` of ``total`` (``None``: unknown, 0: nothing to count) ``unit`` of ``label`` are through on ``host``."""
 
     def host_idle(self, host: str) -> None:
-        """``host`` has finished its step and waits for other hosts."""
+        """``host`` has finished its step, and waits for other hosts or has nothing more to do."""
 
     def host_done(self, host: str, status: Status, changed: int) -> None:
         """``host`` needs nothing more; ``changed`` tasks changed something."""
@@ -142,9 +142,9 @@ class _Progress:
     #: (seconds, done) of the last moments, for a rate.
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
 
-    @property
-    def fraction(self) -> float | None:
-        return min(self.done / self.total, 1.0) if self.total else None
+    def parts(self, of: int) -> int | None:
+        """How many of ``of`` equal parts are done; ``None`` when the whole is unknown."""
+        return min(self.done, self.total) * of // self.total if self.total else None
 
     def rate_per_s(self) -> float | None:
         if len(self.samples) < 2:
@@ -176,7 +176,7 @@ class _Row:
     progress: _Progress | None = None
     #: For plain lines: when the last line about this host was printed, what it showed, and of which role.
     printed_s: float = float("-inf")
-    printed_fraction: float = 0.0
+    printed_parts: int = 0
     printed_label: str | None = None
     printed_role: str | None = None
 
@@ -274,9 +274,13 @@ class _BaseReporter:
     def host_idle(self, host: str) -> None:
         with self._lock:
             row = self._rows.get(clean_line(host))
-            if row is not None:
-                row.busy, row.progress = False, None
-                self._state_changed()
+            if row is None:
+                return
+            if not row.task:
+                # Progress outside any task, of which nothing more will come.
+                del self._rows[row.host]
+            row.busy, row.progress = False, None
+            self._state_changed()
 
     def host_done(self, host: str, status: Status, changed: int) -> None:
         with self._lock:
@@ -331,7 +335,7 @@ class PlainReporter(_BaseReporter):
 
     A host gets a line when it enters a role, and within one at most every :data:`PLAIN_INTERVAL_S` seconds (every task with
     ``verbosity`` of 1 or more); progress a line at its start, at its end, and every :data:`PLAIN_INTERVAL_S` seconds or
-    :data:`PLAIN_FRACTION` of the whole.
+    at each of :data:`PLAIN_PARTS` parts of the whole.
     """
 
     def _phase_started(self, phase: Phase) -> None:
@@ -352,19 +356,14 @@ class PlainReporter(_BaseReporter):
             what = f"{row.role}: {row.task}" if row.role else row.task
             row.printed_role, row.printed_label = row.role, None
         else:
-            fraction = progress.fraction
+            parts, percent = progress.parts(PLAIN_PARTS), progress.parts(100)
             new = row.printed_label != progress.label
-            if new:
-                row.printed_fraction = 0.0
-            ahead = fraction is not None and (
-                fraction - row.printed_fraction >= PLAIN_FRACTION or (fraction >= 1.0 > row.printed_fraction)
-            )
-            if not (new or waited or ahead):
+            if not (new or waited or (parts is not None and parts > row.printed_parts)):
                 return
             what = " ".join(part for part in (progress.label, progress.count_text()) if part)
-            if fraction is not None:
-                what += f" ({int(fraction * 100)}%)"
-                row.printed_fraction = fraction
+            if percent is not None:
+                what += f" ({percent}%)"
+            row.printed_parts = parts or 0
             row.printed_label = progress.label
         row.printed_s = now_s
         self._print(Text(subject + what))
