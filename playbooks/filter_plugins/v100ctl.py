@@ -17,7 +17,9 @@ from ansible.errors import AnsibleFilterError
 
 
 def _module(name: str) -> Any:
-    """A module of the package, imported when a filter is used: Ansible drops a plugin file that fails to import with a bare warning.
+    """A module of the package, imported when a filter is used.
+
+    Not at the top: a plugin that cannot be imported is dropped by Ansible with a bare warning.
 
     Raises:
         AnsibleFilterError: the package or one of its dependencies is missing.

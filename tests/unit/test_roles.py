@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ansible.playbook.block import Block
+from ansible.playbook.handler_task_include import HandlerTaskInclude
 
 ROLES = Path(__file__).resolve().parents[2] / "roles"
 NAMES = sorted(path.parent.parent.name for path in ROLES.glob("*/tasks/main.yml"))
@@ -57,6 +60,44 @@ def test_readme_names_every_variable(role: str) -> None:
     assert [
         name for name in _load(role, "meta/argument_specs.yml")["argument_specs"]["main"]["options"] if f"`{name}`" not in text
     ] == []
+
+
+KEYWORDS = {*Block.fattributes, *HandlerTaskInclude.fattributes}
+
+
+def tasks_of(document: Any) -> Iterator[dict[str, Any]]:
+    """Every task of a task file or playbook, those inside blocks too."""
+    for item in document or []:
+        yield item
+        for key in ("block", "rescue", "always", "pre_tasks", "tasks", "post_tasks", "handlers"):
+            yield from tasks_of(item.get(key))
+
+
+def actions_of(task: dict[str, Any]) -> list[str]:
+    """The modules that a task names: one, or none for a block or a play."""
+    return [key for key in task if key not in KEYWORDS and not key.startswith("with_")]
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_every_module_is_part_of_ansible_core(role: str) -> None:
+    tasks = [task for file in (ROLES / role / "tasks").glob("*.yml") for task in tasks_of(yaml.safe_load(file.read_text()))]
+    found = [actions_of(task) for task in tasks]
+    assert [actions for actions in found if len(actions) > 1] == []
+    modules = [actions[0] for actions in found if actions]
+    assert modules
+    assert [module for module in modules if not module.startswith("ansible.builtin.")] == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_what_is_registered_carries_the_roles_name(role: str) -> None:
+    tasks = [task for file in (ROLES / role / "tasks").glob("*.yml") for task in tasks_of(yaml.safe_load(file.read_text()))]
+    registered = [task["register"] for task in tasks if "register" in task]
+    assert [name for name in registered if not name.startswith(f"__{role}_")] == []
+
+
+def test_modules_are_found_in_blocks() -> None:
+    document = yaml.safe_load("[{name: b, when: x, block: [{name: t, copy: {}}], rescue: [{community.general.x: {}}]}]")
+    assert [actions_of(task) for task in tasks_of(document)] == [[], ["copy"], ["community.general.x"]]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         """Every question has one answer, which names what was asked for."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         message = {"role": "assistant", "content": "?" * 16 if self.babbling else f"{asked['model']} is ready"}
-        self._answer({"choices": [{"message": message}], "usage": {"completion_tokens": 3}, "timings": {"predicted_per_second": 30.0}})
+        self._answer({"choices": [{"message": message}], "usage": {"completion_tokens": 3}})
 
 
 def main() -> None:

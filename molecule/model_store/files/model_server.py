@@ -1,4 +1,4 @@
-"""Serves a model file over HTTP, also as it must not come: `/cut` stops in the middle, `/large` is more than fits a small disk."""
+"""Serves a model file over HTTP, also as it must not come: `/cut` stops in the middle, `/large` does not fit a small disk."""
 
 from http.server import BaseHTTPRequestHandler, HTTPServer
 

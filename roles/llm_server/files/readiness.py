@@ -58,15 +58,15 @@ def judge(unit, properties, status, reason, restarts_before):
         "restarts_count": restarts,
         "health_status": status,
     }
-    how = "last exit status {}, result {}".format(properties.get("ExecMainStatus", "unknown"), properties.get("Result", "unknown"))
+    how = f"last exit status {properties.get('ExecMainStatus', 'unknown')}, result {properties.get('Result', 'unknown')}"
     if active == "active" and status == 200:
         return dict(document, state="done", message="it is healthy")
     if active in ("failed", "inactive"):
-        return dict(document, state="failed", message="it is {} ({})".format(active, how))
+        return dict(document, state="failed", message=f"it is {active} ({how})")
     if restarts >= RESTARTS_THAT_MEAN_FAILURE:
-        return dict(document, state="failed", message="it keeps exiting: {} restarts ({})".format(restarts, how))
-    answer = "answers with HTTP status {}".format(status) if status is not None else "does not answer ({})".format(reason)
-    return dict(document, state="running", message="it is {}, but its health path {}".format(active or "unknown", answer))
+        return dict(document, state="failed", message=f"it keeps exiting: {restarts} restarts ({how})")
+    answer = f"answers with HTTP status {status}" if status is not None else f"does not answer ({reason})"
+    return dict(document, state="running", message=f"it is {active or 'unknown'}, but its health path {answer}")
 
 
 def main(arguments=None):
