@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 
+from v100ctl.access import Access
 from v100ctl.compare import Finding, compare
 from v100ctl.errors import V100ctlError
 from v100ctl.facts import Facts, ProbeRequest
 from v100ctl.fleet import FleetHost
 from v100ctl.plan import HostPlan, plan, probe_request
-from v100ctl.probe import Connection, HostKeyPolicy, Secrets, probe_hosts
+from v100ctl.probe import Connection, probe_hosts
 
 #: Called as each host answers, from the thread that asked it.
 OnDone = Callable[[str, Facts | V100ctlError], None]
-
-DEFAULT_FORKS = 20
-DEFAULT_PROBE_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class Access:
-    """How hosts are reached: secrets given on the terminal, what to do with unknown host keys, how many at once."""
-
-    secrets: Secrets = field(default_factory=Secrets)
-    host_keys: HostKeyPolicy = HostKeyPolicy.ASK
-    forks: int = DEFAULT_FORKS
-    timeout_s: float = DEFAULT_PROBE_TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def next_steps(practice: Practice) -> list[tuple[str, str]]:
 
 
 def _access() -> Any:
-    from v100ctl.examine import Access
+    from v100ctl.access import Access
     from v100ctl.probe import HostKeyPolicy
 
     # Docker has told the key already: one that is not known cannot be the right one.

@@ -8,10 +8,11 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from v100ctl.access import Access
 from v100ctl.apply import ApplyResult, Reporter, run_playbook
 from v100ctl.apply import Secrets as AnsibleSecrets
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
-from v100ctl.examine import Access, Examined, examine
+from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import PythonMissingError, install_python, open_session

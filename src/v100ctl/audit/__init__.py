@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
 
+from v100ctl.access import Access
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError
-from v100ctl.examine import Access, Examined, examine
+from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet
 
 AUDIT_SCHEMA = "v100ctl/audit/1"

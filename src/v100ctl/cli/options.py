@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from v100ctl.examine import DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
-from v100ctl.fleet import Fleet, load_fleet
-from v100ctl.probe import HostKeyPolicy, Secrets
+from v100ctl.access import DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
+from v100ctl.probe.connection import HostKeyPolicy, Secrets
+
+if TYPE_CHECKING:
+    from v100ctl.fleet import Fleet
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -47,6 +49,8 @@ class HostOptions:
         Raises:
             InventoryError: it cannot be read or is wrong.
         """
+        from v100ctl.fleet import load_fleet
+
         vault_password = click.prompt("Vault password", hide_input=True, err=True) if self.ask_vault_pass else None
         return load_fleet(
             self.inventory, self.limit, vault_password_files=self.vault_password_files, vault_password=vault_password
@@ -135,6 +139,14 @@ def output_options(command: _Command) -> _Command:
     ):
         command = option(command)
     return command
+
+
+def launcher_options(command: _Command) -> _Command:
+    """``--yes`` for the launcher, which has acted on it before Python started: it lets root install a missing Python."""
+    option = click.option(
+        "-y", "--yes", is_flag=True, expose_value=False, help="Let the launcher install what it lacks, as root."
+    )
+    return option(command)
 
 
 def format_option(*formats: str) -> Callable[[_Command], _Command]:

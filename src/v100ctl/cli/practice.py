@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from v100ctl.cli.options import output_options, today
+from v100ctl.cli.options import launcher_options, output_options, today
 from v100ctl.errors import EXIT_OK
 
 
@@ -12,6 +12,7 @@ from v100ctl.errors import EXIT_OK
 @click.option("--question", metavar="TEXT", help="What to ask the model.")
 @click.option("--down", "take_down", is_flag=True, help="Remove the practice host; image and caches stay.")
 @click.option("--purge", is_flag=True, help="Remove the practice host, its image, all caches, keys and logs.")
+@launcher_options
 @output_options
 def command(question: str | None, take_down: bool, purge: bool, no_color: bool, verbosity: int) -> int:
     """Do the main job on a throw-away host.

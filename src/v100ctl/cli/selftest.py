@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from v100ctl.cli.options import launcher_options
+
 
 @click.command("test", short_help="Run this toolkit's own tests, from unit tests to roles in containers.")
 @click.argument("names", nargs=-1, metavar="[NAME]...")
@@ -11,6 +13,7 @@ import click
 @click.option("--keep", is_flag=True, help="Keep test hosts, to look at them.")
 @click.option("--list", "list_only", is_flag=True, help="List what can be named, run nothing.")
 @click.option("-k", "expression", metavar="EXPR", help="Only pytest tests that match (as `pytest -k`).")
+@launcher_options
 def command(names: tuple[str, ...], slow: bool, keep: bool, list_only: bool, expression: str | None) -> int:
     """Run this toolkit's own tests: unit tests, lints, then roles and whole runs in containers.
 

@@ -1,0 +1,20 @@
+"""How hosts are reached: one object from the command line down to the probe and Ansible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from v100ctl.probe.connection import HostKeyPolicy, Secrets
+
+DEFAULT_FORKS = 20
+DEFAULT_PROBE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """Secrets given on the terminal, what to do with unknown host keys, how many hosts at once, how long each may take."""
+
+    secrets: Secrets = field(default_factory=Secrets)
+    host_keys: HostKeyPolicy = HostKeyPolicy.ASK
+    forks: int = DEFAULT_FORKS
+    timeout_s: float = DEFAULT_PROBE_TIMEOUT_S
