@@ -57,8 +57,13 @@ def _kill_builder(build: ToyBuild) -> None:
 
 def _command_in_session(session: int, name: str) -> bool:
     """Whether a living process of that name belongs to the session."""
-    listed = subprocess.run(["ps", "-s", str(session), "-o", "stat=,comm="], capture_output=True, text=True, check=False).stdout
-    return any(line.split()[1] == name and not line.startswith("Z") for line in listed.splitlines())
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            command, _, rest = path.read_text().partition("(")[2].rpartition(")")
+            state, _, _, found = rest.split()[:4]
+            if (command, int(found)) == (name, session) and state != "Z":
+                return True
+    return False
 
 
 def _install(build: ToyBuild, release: Path, sha256: str = "") -> subprocess.CompletedProcess[str]:
