@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +32,13 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def temp(monkeypatch: pytest.MonkeyPatch) -> Path:
+def temp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary folder with a path short enough for Unix sockets, which pytest's own ones need not have."""
     path = Path(tempfile.mkdtemp(prefix="v100a"))
     monkeypatch.setattr(tempfile, "tempdir", str(path))
     monkeypatch.setenv("TMPDIR", str(path))
-    return path
+    yield path
+    shutil.rmtree(path)
 
 
 def write(path: Path, task: dict[str, Any], **play: Any) -> str:
