@@ -30,6 +30,7 @@ DEFAULT_INVENTORY = Path("inventory/hosts.yml")
 BUILDERS_GROUP = "builders"
 #: The only name in :func:`adhoc_fleet` that is reached without SSH.
 LOCALHOST = "localhost"
+SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 
 class _Config(BaseModel):
@@ -494,7 +495,11 @@ def parse_target(target: str) -> tuple[str, dict[str, Any]]:
         raise InventoryError(f"{target!r} is not a host", hint="write it as `user@host`, `host`, `user@host:port` or `localhost`")
     host = match["host"].strip("[]")
     if target == LOCALHOST:
-        return LOCALHOST, {"ansible_connection": "local"}
+        local: dict[str, Any] = {"ansible_connection": "local"}
+        if SYSTEM_PYTHON.exists():
+            # Otherwise Ansible takes the first Python on PATH, which here is our own environment's, without the system's modules.
+            local["ansible_python_interpreter"] = str(SYSTEM_PYTHON)
+        return LOCALHOST, local
     connection: dict[str, Any] = {"ansible_host": host}
     if match["user"]:
         connection["ansible_user"] = match["user"]

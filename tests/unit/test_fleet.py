@@ -134,7 +134,7 @@ def test_without_an_inventory_the_error_says_where_it_looked(tmp_path: Path, mon
         ("admin@gpu1.example", "gpu1.example", {"ansible_host": "gpu1.example", "ansible_user": "admin"}),
         ("admin@10.0.0.5:2222", "10.0.0.5", {"ansible_host": "10.0.0.5", "ansible_user": "admin", "ansible_port": 2222}),
         ("[fe80::1]:22", "fe80::1", {"ansible_host": "fe80::1", "ansible_port": 22}),
-        ("localhost", "localhost", {"ansible_connection": "local"}),
+        ("localhost", "localhost", {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}),
     ],
 )
 def test_targets(target: str, name: str, connection: dict[str, Any]) -> None:

@@ -161,7 +161,7 @@ def result_document(result: ProvisionResult) -> dict[str, Any]:
 
 
 def print_result(result: ProvisionResult, *, no_color: bool) -> None:
-    """One block a host on stdout, and where the log is on stderr."""
+    """One block a host on stdout."""
     from rich.text import Text
 
     from v100ctl.cli.show import changes_table, console, shorten
@@ -175,5 +175,3 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
         for instance, proof in host.proofs.items():
             speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
             out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))
-    if result.log_path is not None:
-        click.echo(f"Ansible's full output: {result.log_path}", err=True)
