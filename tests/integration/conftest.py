@@ -14,6 +14,17 @@ import pytest
 from v100ctl.lab import engine
 from v100ctl.lab.engine import Daemon
 
+from .hosts import Done, v100ctl
+
+
+@pytest.fixture(scope="session")
+def practiced() -> Done:
+    """One ``v100ctl try``, as the README says. What needs an engine asks for it: the release is in the cache afterwards.
+
+    The practice host is this user's own, as is the cache; both are left as a user would want them after a ``try``.
+    """
+    return v100ctl("try")
+
 
 @pytest.fixture
 def make_daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Daemon]]:

@@ -12,6 +12,9 @@ from .hosts import Done, WriteInventory, on_host, serving_variables, snapshot, v
 if TYPE_CHECKING:
     from v100ctl.lab.hosts import RunningHost
 
+# The engine is compiled once, by the first `try`.
+pytestmark = pytest.mark.usefixtures("practiced")
+
 MODELS = "/var/lib/v100ctl/models"
 
 

@@ -20,6 +20,9 @@ from .hosts import ROOT, WriteInventory, on_host, serving_variables, v100ctl
 if TYPE_CHECKING:
     from v100ctl.lab.hosts import RunningHost
 
+# The engine is compiled once, by the first `try`.
+pytestmark = pytest.mark.usefixtures("practiced")
+
 #: Kills something of a run: the process of the command line and the host it works on are given.
 Kill = Callable[["subprocess.Popen[bytes]", "RunningHost"], None]
 #: Long enough to fall into every part of a run, from the first probe to the proof.

@@ -21,6 +21,9 @@ from .hosts import ROOT, on_host, serving_variables, snapshot, v100ctl
 if TYPE_CHECKING:
     from v100ctl.lab.hosts import RunningHost
 
+# The engine is compiled once, by the first `try`.
+pytestmark = pytest.mark.usefixtures("practiced")
+
 UNIT = "v100-chat.service"
 UNIT_FILE = f"/etc/systemd/system/{UNIT}"
 
