@@ -623,7 +623,7 @@ def test_a_lock_is_shown_with_its_holder(tmp_path: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
         locks = script.package_locks((str(free), str(taken), str(missing)))
-        assert locks == [{"path": str(taken), "pid": holder.pid, "command": Path(f"/proc/{holder.pid}/comm").read_text().strip()}]
+        assert locks == [{"path": str(taken), "pid": holder.pid, "command": script.describe_command([sys.executable])}]
         assert holder.stdin is not None
         holder.stdin.write("\n")
         holder.stdin.close()
@@ -914,6 +914,39 @@ def test_listeners_are_found_with_their_owner() -> None:
         for address, server in (("127.0.0.1", v4), ("::1", v6)):
             entry = found[(address, server.getsockname()[1])]
             assert (entry["pid"], entry["command"]) == (os.getpid(), own)
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["/usr/sbin/haproxy", "-f", "/etc/haproxy.cfg"], "haproxy"),
+        (["/opt/llama-server", "--api-key", "sk-secret"], "llama-server"),
+        (["/usr/bin/python3", "-u", "-m", "http.server", "--token", "x"], "python3 -m http.server"),
+        (["python3.11", "/usr/bin/unattended-upgrade", "--secret"], "python3.11 /usr/bin/unattended-upgrade"),
+        (["python3", "-c", "password = 1"], "python3"),
+        (["node", "-e", "secret"], "node"),
+        (["java", "-Xmx1g", "-jar", "app.jar", "--key=x"], "java -jar app.jar"),
+        (["python3", "-m"], "python3 -m "),
+        (["nginx: master process /usr/sbin/nginx -g x"], ""),
+        ([""], ""),
+        ([], ""),
+    ],
+)
+def test_what_a_command_line_runs_is_shown_without_its_arguments(argv: list[str], shown: str) -> None:
+    assert script.describe_command(argv) == shown
+
+
+def test_a_process_that_cannot_be_asked_is_shown_by_its_short_name(tmp_path: Path) -> None:
+    for pid, state in ((1, "S"), (2, "D")):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "comm").write_text("short\n")
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {state} 1 1\n")
+        (tmp_path / str(pid) / "cmdline").write_bytes(b"/usr/bin/long-name\0--x\0")
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "comm").write_text("kworker\n")
+    assert [script.command_of(pid, str(tmp_path)) for pid in (1, 2, 3, 4)] == ["long-name", "short", "kworker", ""]
+    found = script.name_listeners([{"pid": 1, "command": "short"}, {"pid": None, "command": ""}], str(tmp_path))
+    assert [entry["command"] for entry in found] == ["long-name", ""]
 
 
 TCP_HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"

@@ -536,6 +536,35 @@ def test_http_through_the_session(way: Way, key_file: Path, echo_port: int, kind
         client.close()
 
 
+class _ClosingEcho(_Echo):
+    protocol_version = "HTTP/1.0"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.mark.parametrize("kind", ["ssh", "local"])
+def test_an_answer_can_be_read_after_its_connection_was_closed(way: Way, key_file: Path, kind: str) -> None:
+    # What `http.client` does with a server that closes after its answer.
+    variables = {"ansible_connection": kind, "ansible_ssh_private_key_file": str(key_file)}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _ClosingEcho) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        with open_session(way.connection(**variables)) as session:
+            client = http.client.HTTPConnection("127.0.0.1")
+            stream = session.open_tcp("127.0.0.1", running.server_address[1])
+            client.sock = stream
+            client.request("POST", "/", body=b"x" * 100_000)
+            response = client.getresponse()
+            stream.close()
+            assert response.read() == b"x" * 100_000
+            with pytest.raises(OSError, match=r"(?i)closed|bad file descriptor"):
+                stream.sendall(b"more")
+        running.shutdown()
+
+
 @pytest.mark.parametrize("kind", ["ssh", "local"])
 def test_a_silent_service_times_out(way: Way, key_file: Path, kind: str) -> None:
     variables = {"ansible_connection": kind, "ansible_ssh_private_key_file": str(key_file)}

@@ -91,6 +91,7 @@ COMMAND_ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
+INTERPRETER = re.compile(r"(?:python|pypy|node|perl|ruby|java|php|sh|bash|dash)[0-9.]*")
 CAP_SYS_RESOURCE = 24
 X86_LEVELS = (
     ("x86-64-v2", ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")),
@@ -618,9 +619,42 @@ def collect_packages(dpkg_status: str = "/var/lib/dpkg/status") -> "Document":
     return {"manager": "", "installed": {}, "held": [], "half_configured": []}
 
 
-def command_of(pid: int, proc: str = "/proc") -> str:
+def command_name(pid: int, proc: str = "/proc") -> str:
     """A process's short name. Reading it never waits, while its command line may wait for a stuck process."""
     return read_text(os.path.join(proc, str(pid), "comm"), "")
+
+
+def describe_command(argv: "list[str]") -> str:
+    """What a command line runs: program and, for an interpreter, its script or module. No more: arguments may hold secrets."""
+    program = os.path.basename(argv[0]) if argv else ""
+    # Daemons that write their state over their arguments (`nginx: master process ...`) are better known by their short name.
+    if not program or " " in argv[0]:
+        return ""
+    words = [program]
+    if INTERPRETER.fullmatch(program):
+        rest = iter(argv[1:])
+        for argument in rest:
+            if argument in ("-m", "-jar"):
+                words += [argument, next(rest, "")]
+            elif not argument.startswith("-"):
+                words.append(argument)
+            elif argument not in ("-c", "-e"):
+                continue
+            break
+    return " ".join(words)[:200]
+
+
+def command_of(pid: int, proc: str = "/proc") -> str:
+    """What a process runs. Its command line is not read while it is in an uninterruptible sleep."""
+    name = command_name(pid, proc)
+    folder = os.path.join(proc, str(pid))
+    if read_text(os.path.join(folder, "stat"), "").rpartition(")")[2].split()[:1] == ["D"]:
+        return name
+    try:
+        argv = read_file(os.path.join(folder, "cmdline"), 1 << 16).split(b"\0")[:-1]
+    except (OSError, ProbeFailure):
+        return name
+    return describe_command([text(argument) for argument in argv]) or name
 
 
 def lock_holder(path: str) -> "int | None":
@@ -1101,11 +1135,16 @@ def collect_listeners(proc: str = "/proc") -> "list[Document]":
                 "address": address,
                 "port": port,
                 "pid": pid,
-                "command": command_of(pid, proc) if pid else "",
+                "command": command_name(pid, proc) if pid else "",
                 "unit": unit_of(read_text(os.path.join(proc, str(pid), "cgroup"), "")) if pid else "",
             }
         )
     return listeners
+
+
+def name_listeners(listeners: "list[Document]", proc: str = "/proc") -> "list[Document]":
+    """The same listeners with what their owners run; apart, because reading that may hang where finding them does not."""
+    return [dict(entry, command=command_of(entry["pid"], proc)) if entry["pid"] else entry for entry in listeners]
 
 
 # --- health -------------------------------------------------------------------------------------------------------------------
@@ -1435,7 +1474,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
 def second_tasks(facts: "Document") -> "list[Task]":
     """Parts that follow from the first ones, and those that a stuck process could hold up."""
     names = Names()
-    tasks = []
+    tasks = [Task("listeners", name_listeners, facts.get("listeners", []))]
     for unit, shown in sorted(facts.get("units", {}).items()):
         if shown["main_pid"] > 0:
             tasks.append(Task("processes", collect_process, shown["main_pid"], unit, names, item=unit, limit_s=2.0))
@@ -1524,7 +1563,11 @@ def main(arguments: "list[str]") -> int:
         sys.stderr.write(f"v100ctl: Python {python_version()} is too old, 3.8 or newer is needed\n")
         return EXIT_TOO_OLD
     if arguments == ["--locks"]:
-        write_document({"package_locks": package_locks()})
+        facts = {"errors": {}}  # type: Document
+        run_tasks([Task("package_locks", package_locks)], facts, time.monotonic() + BUDGET_S)
+        for problem in facts.pop("errors").values():
+            raise ProbeFailure(problem)
+        write_document(facts)
         return 0
     if len(arguments) == 2 and arguments[0] == "--request":
         request = parse_request(arguments[1])

@@ -286,29 +286,16 @@ class ChannelProcess:
         self._channel.close()
 
 
-class _ChannelReader(io.RawIOBase):
-    """The reading half of a forwarded connection."""
-
-    def __init__(self, channel: paramiko.Channel) -> None:
-        self._channel = channel
-
-    def readable(self) -> bool:
-        """Yes."""
-        return True
-
-    def readinto(self, buffer: object, /) -> int:
-        """Read into ``buffer``; 0 at the end."""
-        view = memoryview(cast(bytearray, buffer)).cast("B")
-        data = self._channel.recv(len(view))
-        view[: len(data)] = data
-        return len(data)
-
-
 class ChannelStream:
-    """A TCP connection that the host opened for us (``direct-tcpip``)."""
+    """A TCP connection that the host opened for us (``direct-tcpip``).
+
+    As with a socket, closing it leaves readers from :meth:`makefile` alive; the last one to close ends the connection.
+    """
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
+        self._readers = 0
+        self._closed = False
 
     def sendall(self, data: bytes, /) -> None:
         """See :class:`v100ctl.probe.session.TcpStream`."""
@@ -320,7 +307,8 @@ class ChannelStream:
 
     def makefile(self, mode: Literal["rb"], /) -> io.BufferedReader:
         """See :class:`v100ctl.probe.session.TcpStream`."""
-        return io.BufferedReader(_ChannelReader(self._channel))
+        self._readers += 1
+        return io.BufferedReader(_StreamReader(self))
 
     def settimeout(self, timeout_s: float | None, /) -> None:
         """See :class:`v100ctl.probe.session.TcpStream`."""
@@ -328,7 +316,39 @@ class ChannelStream:
 
     def close(self) -> None:
         """See :class:`v100ctl.probe.session.TcpStream`."""
-        self._channel.close()
+        self._closed = True
+        if not self._readers:
+            self._channel.close()
+
+    def reader_closed(self) -> None:
+        """A reader from :meth:`makefile` is done."""
+        self._readers -= 1
+        if self._closed:
+            self.close()
+
+
+class _StreamReader(io.RawIOBase):
+    """The reading half of a forwarded connection."""
+
+    def __init__(self, stream: ChannelStream) -> None:
+        self._stream = stream
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: object, /) -> int:
+        """Read into ``buffer``; 0 at the end."""
+        view = memoryview(cast(bytearray, buffer)).cast("B")
+        data = self._stream.recv(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        """Close it; twice is fine."""
+        if not self.closed:
+            self._stream.reader_closed()
+        super().close()
 
 
 class SshSession:
