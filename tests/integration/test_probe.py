@@ -35,7 +35,7 @@ from .hosts import on_host
 if TYPE_CHECKING:
     from v100ctl.lab.hosts import RunningHost
 
-SUDO_PASSWORD = "it's $HOME \\ \"quoted\" é"
+SUDO_PASSWORD = 'it\'s $HOME \\ "quoted" é'
 
 
 def way(

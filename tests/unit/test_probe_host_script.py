@@ -653,7 +653,7 @@ def test_locks_alone_are_a_document_of_their_own(tmp_path: Path) -> None:
             ("debian", "12", "bookworm", "Debian GNU/Linux 12 (bookworm)", []),
         ),
         ('ID="rocky"\nID_LIKE="rhel fedora"\nVERSION_ID="9.4"\nNAME=Rocky\n', ("rocky", "9.4", "", "Rocky", ["rhel", "fedora"])),
-        ("# comment\n\nID='x'\nnonsense\nPRETTY_NAME=\"a \\\"b\\\" \\$c\"\n", ("x", "", "", 'a "b" $c', [])),
+        ('# comment\n\nID=\'x\'\nnonsense\nPRETTY_NAME="a \\"b\\" \\$c"\n', ("x", "", "", 'a "b" $c', [])),
         ("", ("", "", "", "", [])),
     ],
 )

@@ -125,9 +125,7 @@ class Connection:
         if kind in ("smart", "paramiko", "paramiko_ssh"):
             kind = "ssh"
         if kind not in ("ssh", "local"):
-            raise InventoryError(
-                f"{host}: `ansible_connection: {printable(kind)}` is not supported", hint="use `ssh` or `local`"
-            )
+            raise InventoryError(f"{host}: `ansible_connection: {printable(kind)}` is not supported", hint="use `ssh` or `local`")
         method = (read.string("ansible_become_method") or "sudo").rpartition(".")[2]
         become = read.boolean("ansible_become")
         if method != "sudo" and become is not False:
@@ -183,9 +181,7 @@ class Connection:
         """
         argv = self.ssh_command("-G")
         try:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_CONFIG_TIMEOUT_S, check=False
-            )
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=SSH_CONFIG_TIMEOUT_S, check=False)
         except FileNotFoundError:
             raise UnreachableError(
                 f"{self.host}: `{self.ssh_executable}` is not installed here",

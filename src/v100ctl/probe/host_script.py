@@ -1319,7 +1319,7 @@ class Task:
         learn: "Callable[..., object]",
         *arguments: object,
         item: "str | None" = None,
-        limit_s: float = TASK_LIMIT_S
+        limit_s: float = TASK_LIMIT_S,
     ) -> None:
         self.key = key
         self.learn = learn

@@ -131,9 +131,11 @@ def append(path: Path, names: Sequence[str], key_type: str, key: bytes, *, hashe
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     encoded = base64.b64encode(key).decode()
-    lines = [f"{hash_name(name)} {key_type} {encoded}\n" for name in names] if hashed else [
-        f"{','.join(names)} {key_type} {encoded}\n"
-    ]
+    lines = (
+        [f"{hash_name(name)} {key_type} {encoded}\n" for name in names]
+        if hashed
+        else [f"{','.join(names)} {key_type} {encoded}\n"]
+    )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         size_bytes = os.fstat(descriptor).st_size

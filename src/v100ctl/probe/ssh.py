@@ -678,8 +678,10 @@ class Login:
         if password_tried:
             hints.append("check the password (`-k`, `ansible_password`)")
         elif not hints:
-            hints.append("add your public key there with `ssh-copy-id`, name a key as `ansible_ssh_private_key_file`, or give a "
-                         "password with `-k`")
+            hints.append(
+                "add your public key there with `ssh-copy-id`, name a key as `ansible_ssh_private_key_file`, or give a "
+                "password with `-k`"
+            )
         return UnreachableError(f"{where}: {reason}", hint="; ".join(hints))
 
 
