@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from .hosts import Done, WriteInventory, on_host, serving_variables, snapshot, v100ctl
 
 if TYPE_CHECKING:
