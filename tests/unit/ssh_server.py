@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +29,11 @@ Behaviour = Callable[[paramiko.Channel, str], None]
 def run_for_real(channel: paramiko.Channel, command: str) -> None:
     """Run the command with a shell on this machine, as sshd does."""
     with subprocess.Popen(
-        ["/bin/sh", "-c", f"exec {command}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ["/bin/sh", "-c", f"exec {command}"],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         stdin, stdout, stderr = process.stdin, process.stdout, process.stderr
@@ -50,6 +57,12 @@ def run_for_real(channel: paramiko.Channel, command: str) -> None:
         ]
         for thread in threads:
             thread.start()
+        while process.poll() is None:
+            # sshd leaves a program to itself when its client goes; a test must not leave one behind.
+            if channel.closed:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            time.sleep(0.005)
         for thread in threads[1:]:
             thread.join()
         code = process.wait()
