@@ -1,7 +1,7 @@
 """A small HTTP server in an engine's place: the role's own tests need none that computes.
 
 It speaks the two paths that the role uses. `--fail` makes it complain and exit, as an engine does that cannot read its model;
-`--load` leaves it loading for ever; `--babble` makes its answers those of a broken kernel.
+`--load` leaves it loading for ever.
 """
 
 import argparse
@@ -14,7 +14,6 @@ class Handler(BaseHTTPRequestHandler):
     """`GET /health` and `POST /v1/chat/completions`."""
 
     loading = False
-    babbling = False
 
     def _answer(self, document: object) -> None:
         body = json.dumps(document).encode()
@@ -36,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Every question has one answer, which names what was asked for."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": "?" * 16 if self.babbling else f"{asked['model']} is ready"}
+        message = {"role": "assistant", "content": f"{asked['model']} is ready"}
         self._answer({"choices": [{"message": message}], "usage": {"completion_tokens": 3}})
 
 
@@ -44,12 +43,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    for flag in ("--fail", "--load", "--babble"):
+    for flag in ("--fail", "--load"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     if options.fail:
         sys.exit("error: failed to load model: it is not there")
-    Handler.loading, Handler.babbling = options.load, options.babble
+    Handler.loading = options.load
     HTTPServer(("127.0.0.1", options.port), Handler).serve_forever()
 
 
