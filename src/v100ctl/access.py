@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from v100ctl.probe.connection import HostKeyPolicy, Secrets
+from v100ctl.probe.connection import ConfirmHostKey, HostKeyPolicy, Secrets
 
 DEFAULT_FORKS = 20
 DEFAULT_PROBE_TIMEOUT_S = 60.0
@@ -18,3 +18,5 @@ class Access:
     host_keys: HostKeyPolicy = HostKeyPolicy.ASK
     forks: int = DEFAULT_FORKS
     timeout_s: float = DEFAULT_PROBE_TIMEOUT_S
+    #: Asks a person about an unknown host key; the terminal by default.
+    confirm_host_key: ConfirmHostKey | None = field(default=None, repr=False)

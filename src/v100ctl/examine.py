@@ -55,7 +55,13 @@ def examine(
     by_name = {host.name: host for host in hosts}
     for host in hosts:
         try:
-            connection = Connection.from_vars(host.name, host.variables, ask=access.secrets, host_keys=access.host_keys)
+            connection = Connection.from_vars(
+                host.name,
+                host.variables,
+                ask=access.secrets,
+                host_keys=access.host_keys,
+                confirm_host_key=access.confirm_host_key,
+            )
         except V100ctlError as error:
             results[host.name] = Examined(host, error=error)
             continue

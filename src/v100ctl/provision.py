@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,8 @@ from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.plan.types import describe, plain_data
-from v100ctl.probe import PythonMissingError, install_python, open_session
+from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
+from v100ctl.probe.connection import ConfirmHostKey
 from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, Completion, ask
 
 HostStatus = Literal["unchanged", "changed", "would-change", "refused", "unreachable", "failed"]
@@ -78,6 +79,7 @@ def provision(
     Raises:
         V100ctlError: more than one serving host would be restarted at once, or what the controller has to fetch cannot be had.
     """
+    access = replace(access, confirm_host_key=_confirm_host_key(access, reporter))
     with reporter.phase(f"probing {_count(len(fleet.hosts), 'host')}"):
         examined = _examine(list(fleet.hosts.values()), access, as_of, reporter, confirm, check=check)
     results: dict[str, HostResult] = {}
@@ -124,6 +126,19 @@ def provision(
             if result.status in ("unchanged", "changed"):
                 results[name] = _prove(name, result, reporter)
     return ProvisionResult({name: results[name] for name in fleet.hosts}, log_path)
+
+
+def _confirm_host_key(access: Access, reporter: Reporter) -> ConfirmHostKey:
+    """Asks as ``access`` would, with the live display out of the way."""
+    from v100ctl.probe.ssh import confirm_on_terminal
+
+    ask_person = access.confirm_host_key or confirm_on_terminal
+
+    def confirm(question: HostKeyQuestion) -> bool:
+        with reporter.suspended():
+            return ask_person(question)
+
+    return confirm
 
 
 def _count(number: int, noun: str) -> str:
