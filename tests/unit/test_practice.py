@@ -11,11 +11,12 @@ from docker.models.containers import Container
 from tests.unit.factory import AS_OF, applied_facts, make_facts
 from v100ctl import practice
 from v100ctl.audit import AuditReport
+from v100ctl.cli.practice import print_summary
 from v100ctl.examine import decide
 from v100ctl.fleet import FleetHost, parse_config
 from v100ctl.lab.hosts import RunningHost
 from v100ctl.plan import plan
-from v100ctl.practice import HOST, Practice, next_steps, print_summary
+from v100ctl.practice import HOST, Practice, next_steps
 from v100ctl.provision import HostResult
 from v100ctl.serving import Completion
 

@@ -49,5 +49,5 @@ def command(
                 print_rules(out, state)
             if state.findings:
                 out.print(findings_table(state.findings))
-    write_output(captured.get().rstrip("\n"), output)
+    write_output(captured.get(), output)
     return report.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -174,7 +175,11 @@ def format_option(*formats: str) -> Callable[[_Command], _Command]:
 
 
 def write_output(text: str, output: Path | None) -> None:
-    """Data goes to stdout, or whole to a file: made aside and renamed in."""
+    """Data goes to stdout, or whole to a file: made aside and renamed in.
+
+    Blanks at the ends of lines go: they only pad a table's last column.
+    """
+    text = re.sub(r" +$", "", text.rstrip("\n"), flags=re.MULTILINE)
     if output is None:
         click.echo(text)
         return

@@ -73,5 +73,5 @@ def command(
                 out.print(changes_table(described["changes"]))
             elif state.error is None:
                 out.print("  nothing would change")
-    write_output(captured.get().rstrip("\n"), output)
+    write_output(captured.get(), output)
     return exit_code(document)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-from v100ctl.cli.options import launcher_options, output_options, today
+from v100ctl.cli.options import launcher_options, output_options, today, write_output
 from v100ctl.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from v100ctl.practice import Practice
 
 
 @click.command("try", short_help="The main job on a throw-away host: build, serve, ask, audit.")
@@ -42,5 +47,36 @@ def command(question: str | None, take_down: bool, purge: bool, no_color: bool, 
         result = practice.run_try(reporter, question=question or practice.DEFAULT_QUESTION, as_of=today(), verbosity=verbosity)
     finally:
         reporter.close()
-    practice.print_summary(result, no_color=no_color)
+    print_summary(result, no_color=no_color)
     return result.exit_code
+
+
+def print_summary(result: Practice, *, no_color: bool = False) -> None:
+    """What came out of it, on stdout: the answer, what was set, the audit, and how to go on."""
+    from rich.text import Text
+
+    from v100ctl import practice
+    from v100ctl.apply.reporter import clean
+    from v100ctl.cli.show import console, findings_table, settings_table
+
+    out = console(no_color=no_color)
+    with out.capture() as captured:
+        if result.answer is not None:
+            speed = result.answer.tokens_per_second
+            out.print(Text(f"Q: {clean(result.question)}", style="bold"))
+            out.print(Text(f"A: {clean(result.answer.text)}"))
+            rate = f", {speed:.1f} tokens/s" if speed else ""
+            out.print(Text(f"   {result.answer.tokens} tokens{rate}", style="dim"))
+            out.print()
+        out.print(settings_table(result.result.examined))
+        if result.audit is not None:
+            out.print()
+            status = result.audit.status(practice.HOST)
+            out.print(Text.assemble("audit: ", (status, "green" if status == "clean" else "bold red")))
+            if result.audit.hosts[practice.HOST].findings:
+                out.print(findings_table(result.audit.hosts[practice.HOST].findings))
+        if result.answer is not None:
+            out.print()
+            for command, purpose in practice.next_steps(result):
+                out.print(Text.assemble((command, "cyan"), f"\n    {purpose}"), soft_wrap=True)
+    write_output(captured.get(), None)

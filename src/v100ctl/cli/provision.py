@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from v100ctl.cli.options import HostOptions, host_options, output_options, today
+from v100ctl.cli.options import HostOptions, host_options, output_options, today, write_output
 from v100ctl.errors import InventoryError, UsageError
 
 if TYPE_CHECKING:
@@ -168,10 +168,12 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
     from v100ctl.plan.report import host_document
 
     out = console(no_color=no_color)
-    for name, host in result.hosts.items():
-        out.print(Text.assemble((name, "bold"), f"  {host.status}"))
-        if host.status == "would-change":
-            out.print(changes_table(host_document(host.examined)["changes"]))
-        for instance, proof in host.proofs.items():
-            speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
-            out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))
+    with out.capture() as captured:
+        for name, host in result.hosts.items():
+            out.print(Text.assemble((name, "bold"), f"  {host.status}"))
+            if host.status == "would-change":
+                out.print(changes_table(host_document(host.examined)["changes"]))
+            for instance, proof in host.proofs.items():
+                speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
+                out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))
+    write_output(captured.get(), None)

@@ -41,5 +41,5 @@ def command(
         content = "(secret, not shown)\n" if file.secret else file.content
         pieces.append(f"==> {file.path}  {file.owner}:{file.group} {file.mode}\n{content}")
     pieces += [f"==> command line of {instance.name}\n{shlex.join(instance.argv)}\n" for instance in state.plan.instances]
-    write_output("\n".join(pieces).rstrip("\n"), output)
+    write_output("\n".join(pieces), output)
     return EXIT_ERROR if state.plan.verdict == "refused" else EXIT_OK
