@@ -127,7 +127,9 @@ def find_parts(root: Path) -> list[Part]:
         )
     for file in sorted(root.glob("molecule/*/molecule.yml")):
         name = file.parent.name
-        step = Step(f"molecule {name}", ("molecule", "test", "--scenario-name", name))
+        # Molecule finds this file by itself only below a `.git`, which a copy of the checkout may lack.
+        base = ("--base-config", ".config/molecule/config.yml")
+        step = Step(f"molecule {name}", ("molecule", *base, "test", "--scenario-name", name))
         parts.append(Part(f"molecule/{name}", f"molecule scenario {name}", (step,), True, frozenset({"molecule", name})))
     return parts
 
