@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from v100ctl.lab.hosts import PASSWORD_ADMIN
 
 from .hosts import Done, WriteInventory, on_host, serving_variables, snapshot, v100ctl
 
@@ -21,11 +24,11 @@ MODELS = "/var/lib/v100ctl/models"
 
 
 def refused(done: Done, *texts: str) -> None:
-    """One paragraph on stderr with all of ``texts``, exit 1, no traceback."""
+    """Exit 1 and one paragraph with all of ``texts``: on stderr, or in the table where a host is one row of many."""
     assert done.code == 1, (done.out, done.err)
     assert "Traceback" not in done.err
     for text in texts:
-        assert text in done.err, done.err
+        assert text in done.err + done.out, (done.out, done.err)
 
 
 def test_a_port_taken_by_another_process_is_named(lab_host: RunningHost, lab_inventory: WriteInventory) -> None:
@@ -117,7 +120,7 @@ def test_a_sudo_password_works_for_probe_and_roles(
 ) -> None:
     import pexpect
 
-    host = make_lab_host(sudo_password="a sudo 'pass\"word")
+    host = dataclasses.replace(make_lab_host(sudo_password="a sudo 'pass\"word"), user=PASSWORD_ADMIN)
     inventory = lab_inventory(host, variables=serving_variables())
     refused(v100ctl("plan", "-i", inventory), "sudo")
     child = pexpect.spawn(
