@@ -142,7 +142,7 @@ def lint_steps(root: Path) -> tuple[Step, ...]:
     steps = [
         Step("ruff", ("ruff", "check", ".")),
         Step("ruff-format", ("ruff", "format", "--check", ".")),
-        Step("mypy", ("mypy", "--strict", "src")),
+        Step("mypy", ("mypy", "--strict")),
         Step("yamllint", ("yamllint", "--strict", ".")),
         Step("shellcheck", ("shellcheck", "--external-sources", *scripts)),
     ]

@@ -55,7 +55,7 @@ def kill_ansible(process: subprocess.Popen[bytes], host: RunningHost) -> None:
 
 def kill_sshd(process: subprocess.Popen[bytes], host: RunningHost) -> None:
     """Every connection to the host breaks, and what ran in them."""
-    on_host(host, "pkill -9 -f 'sshd: admin' || true")
+    on_host(host, "pkill -9 -f '[s]shd: admin' || true")
 
 
 def kill_host(process: subprocess.Popen[bytes], host: RunningHost) -> None:

@@ -3,12 +3,15 @@
 ``state`` is ``done`` (the unit is active and its health path answers 200), ``failed`` (waiting longer is useless) or ``running``.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from typing import Any
 
 #: After so many restarts by systemd since it was started, a server will not come up by itself.
 RESTARTS_THAT_MEAN_FAILURE = 2
@@ -17,7 +20,7 @@ SYSTEMCTL_TIMEOUT_S = 15
 PROPERTIES = ("ActiveState", "SubState", "Result", "NRestarts", "ExecMainStatus")
 
 
-def unit_properties(unit):
+def unit_properties(unit: str) -> dict[str, str]:
     """The properties of ``unit`` that :func:`judge` needs, by name; empty where systemd does not answer in time."""
     try:
         shown = subprocess.run(
@@ -30,27 +33,27 @@ def unit_properties(unit):
     except subprocess.TimeoutExpired:
         return {}
     pairs = (line.split("=", 1) for line in shown.stdout.decode("utf-8", "replace").splitlines() if "=" in line)
-    return dict(pairs)
+    return {pair[0]: pair[1] for pair in pairs}
 
 
-def health(url):
+def health(url: str) -> tuple[int | None, str]:
     """The HTTP status that ``url`` answers with and ``""``, or ``None`` and the reason why there is none."""
     # No proxy: the address is this host's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
-            return response.status, ""
+            return int(response.status), ""
     except urllib.error.HTTPError as error:
         return error.code, ""
     except (OSError, ValueError) as error:
         return None, str(getattr(error, "reason", error))
 
 
-def judge(unit, properties, status, reason, restarts_before):
+def judge(unit: str, properties: dict[str, str], status: int | None, reason: str, restarts_before: int) -> dict[str, Any]:
     """Whether ``unit`` serves, as the document that is printed."""
     active = properties.get("ActiveState", "")
     restarts = int(properties.get("NRestarts") or 0) - restarts_before
-    document = {
+    document: dict[str, Any] = {
         "unit": unit,
         "phase": "load",
         "active_state": active,
@@ -69,9 +72,9 @@ def judge(unit, properties, status, reason, restarts_before):
     return dict(document, state="running", message=f"it is {active or 'unknown'}, but its health path {answer}")
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--unit", required=True, help="the systemd unit")
     parser.add_argument("--url", required=True, help="its health path, as seen on this host")
     parser.add_argument("--restarts-before", type=int, default=0, help="restarts by systemd that do not count")
