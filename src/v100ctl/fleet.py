@@ -335,6 +335,11 @@ class Fleet:
     vault_password: str | None = field(default=None, repr=False)
 
 
+def inventory_is_named() -> bool:
+    """Whether there is an inventory to read when none is given."""
+    return bool(os.environ.get(INVENTORY_ENVIRONMENT_VARIABLE)) or DEFAULT_INVENTORY.is_file()
+
+
 def default_inventory() -> Path:
     """The inventory to read when none is named: ``$V100CTL_INVENTORY``, else ``./inventory/hosts.yml``.
 

@@ -77,6 +77,20 @@ def test_an_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "hint: " in captured.err
 
 
+def test_a_host_without_an_inventory_needs_to_be_told_what_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("V100CTL_INVENTORY", raising=False)
+    assert run(["provision", "admin@gpu1"]) == 1
+    assert "--model PATH" in capsys.readouterr().err
+    run(["init", str(tmp_path / "fleet")])
+    monkeypatch.chdir(tmp_path / "fleet")
+    capsys.readouterr()
+    assert run(["provision", "admin@gpu1"]) == 1
+    assert "has no host admin@gpu1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", shell]) == 0

@@ -79,7 +79,7 @@ def command(
             variables["llama_cpp_backend"] = backend
         fleet = adhoc_fleet(targets, variables)
     else:
-        fleet = _named(hosts.fleet(), targets) if targets else hosts.fleet()
+        fleet = _named(hosts, targets) if targets else hosts.fleet()
     access = hosts.access()
 
     def confirm(question: str) -> bool:
@@ -106,15 +106,23 @@ def command(
     return result.exit_code
 
 
-def _named(fleet: Fleet, targets: tuple[str, ...]) -> Fleet:
-    """The hosts of ``fleet`` that were named."""
+def _named(hosts: HostOptions, targets: tuple[str, ...]) -> Fleet:
+    """The hosts of the inventory that were named."""
     import dataclasses
 
+    from v100ctl.fleet import inventory_is_named
+
+    serve = "say what it shall serve: `v100ctl provision user@host --model PATH --model-sha256 HEX`"
+    if not hosts.inventory and not inventory_is_named():
+        raise InventoryError(
+            f"there is no inventory that says what {', '.join(targets)} shall serve", hint=f"name one with `-i`, or {serve}"
+        )
+    fleet = hosts.fleet()
     unknown = [target for target in targets if target not in fleet.hosts]
     if unknown:
         raise InventoryError(
             f"the inventory {', '.join(fleet.sources)} has no host {', '.join(unknown)}",
-            hint="add it there, or say what it shall serve: `v100ctl provision user@host --model PATH --model-sha256 HEX`",
+            hint=f"add it there, or {serve}",
         )
     return dataclasses.replace(fleet, hosts={name: fleet.hosts[name] for name in targets})
 
