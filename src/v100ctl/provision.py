@@ -170,12 +170,13 @@ def _early_result(state: Examined) -> HostResult | None:
         return HostResult("unreachable", state, state.error.message, state.error.hint)
     if state.plan is not None and state.plan.verdict == "refused":
         refusals = [describe(rule) for rule in state.plan.rules if rule.severity == "refuse"]
-        return HostResult("refused", state, "; ".join(refusals), f"`v100ctl plan --limit {state.host.name}` shows the whole plan")
+        return HostResult("refused", state, "\n".join(["refused, and nothing was changed", *refusals]))
     return None
 
 
 def _report_failure(reporter: Reporter, name: str, result: HostResult) -> None:
-    reporter.failure(name, result.status, result.message, result.hint)
+    # Errors about a connection name their host already.
+    reporter.failure(name, "", result.message.removeprefix(f"{name}: "), result.hint)
 
 
 def _announce(reporter: Reporter, state: Examined) -> None:

@@ -53,6 +53,7 @@ def test_a_host_that_cannot_be_provisioned_is_said_early() -> None:
     assert refused is not None
     assert refused.status == "refused"
     assert "systemd-missing" in refused.message
+    assert "nothing was changed" in refused.message
     assert _early_result(examined(BARE)) is None
 
 

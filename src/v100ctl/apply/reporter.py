@@ -115,7 +115,7 @@ class Reporter(Protocol):
         """``host`` needs nothing more; ``changed`` tasks changed something."""
 
     def failure(self, host: str, task: str, message: str, hint: str | None) -> None:
-        """``task`` failed on ``host`` for good, with the module's ``message``."""
+        """``task`` failed on ``host`` for good, with the module's ``message``; an empty ``task`` when it was no task that failed."""
 
     def note(self, text: str) -> None:
         """Something worth knowing that needs no action."""
@@ -297,8 +297,13 @@ class _BaseReporter:
 
     def failure(self, host: str, task: str, message: str, hint: str | None) -> None:
         with self._lock:
-            text = Text.assemble(("error", "bold red"), f": {clean_line(host)}: ", (clean_line(task), "bold"), " failed")
-            for line in clean(message).strip("\n").splitlines():
+            text = Text.assemble(("error", "bold red"), f": {clean_line(host)}: ")
+            lines = clean(message).strip("\n").splitlines()
+            if task:
+                text.append(clean_line(task), "bold").append(" failed")
+            elif lines:
+                text.append(lines.pop(0))
+            for line in lines:
                 text.append("\n  " + line)
             self._print(text)
             if hint:
