@@ -115,7 +115,7 @@ class Reporter(Protocol):
         """``host`` needs nothing more; ``changed`` tasks changed something."""
 
     def failure(self, host: str, task: str, message: str, hint: str | None) -> None:
-        """``task`` failed on ``host`` for good, with the module's ``message``; an empty ``task`` when it was no task that failed."""
+        """``task`` failed on ``host`` for good, with the module's ``message``. Empty where no task was involved."""
 
     def note(self, text: str) -> None:
         """Something worth knowing that needs no action."""
