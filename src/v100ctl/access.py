@@ -8,6 +8,8 @@ from v100ctl.probe.connection import ConfirmHostKey, HostKeyPolicy, Secrets
 
 DEFAULT_FORKS = 20
 DEFAULT_PROBE_TIMEOUT_S = 60.0
+#: Hashing every model and release of a host takes minutes; the probe itself gives up after an hour.
+DEFAULT_DEEP_PROBE_TIMEOUT_S = 3660.0
 
 
 @dataclass(frozen=True)

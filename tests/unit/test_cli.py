@@ -56,6 +56,9 @@ def test_help_imports_no_command() -> None:
         (["provision", "h", "--model", "/x"], "--model-sha256"),
         (["provision", "h", "--model", "/x", "--model-sha256", "a" * 64, "--set", "x"], "KEY=VALUE"),
         (["provision", "-f", "0"], "forks"),
+        (["provision", "--backend", "cpu"], "--backend: only with --model"),
+        (["provision", "h", "--port", "8000", "--set", "x=1"], "--port, --set: only with --model"),
+        (["provision", "h", "--model", "/x", "--limit", "h"], "--limit"),
         (["completion", "tcsh"], "tcsh"),
     ],
 )
@@ -140,6 +143,95 @@ def test_plan_offline_needs_no_host(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(output.read_text()) == document
     facts.write_text("{")
     assert run(["plan", *inventory, "--offline", "--facts", str(facts)]) == 64
+
+
+def test_a_report_never_replaces_a_device_or_a_link(tmp_path: Path) -> None:
+    from v100ctl.cli.options import write_output
+    from v100ctl.errors import V100ctlError
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output("text", pipe)
+    assert os.read(reader, 100) == b"text\n"
+    os.close(reader)
+    assert pipe.is_fifo()
+    (tmp_path / "link").symlink_to("target")
+    write_output("trailing blanks stay  \n", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "trailing blanks stay  \n"
+    with pytest.raises(V100ctlError, match="cannot be written: No such file"):
+        write_output("text", tmp_path / "missing/report")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
+
+
+def test_a_report_in_a_file_has_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from v100ctl.cli.show import console
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = console(output=tmp_path / "report")
+    with out.capture() as captured:
+        out.print("[bold red]x[/]", "y" * 200)
+    assert captured.get() == f"x {'y' * 200}\n"
+
+
+def test_names_of_hosts_and_files_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    from v100ctl.cli.show import console, print_host, settings_table
+    from v100ctl.errors import UnreachableError
+    from v100ctl.examine import Examined, decide
+    from v100ctl.fleet import FleetHost
+
+    from .factory import AS_OF, make_config, make_facts
+
+    config = make_config({"model": {"url": None, "path": "/srv/[red]x[/y].gguf"}})
+    out = console()
+    print_host(out, Examined(FleetHost("[/gpu1]", {}, config), error=UnreachableError("said \x1b[31m[/b]", hint="\x07look")), "x")
+    out.print(settings_table(decide(FleetHost("h1", {}, config), None, make_facts(), as_of=AS_OF)))
+    text = capsys.readouterr().out
+    assert text.startswith("[/gpu1]  x\n  error: said [/b]\n  hint: look\n")
+    assert "/srv/[red]x[/y].gguf" in text
+
+
+def test_what_a_host_said_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import v100ctl.cli.options as options
+    from v100ctl.errors import V100ctlError
+
+    def failing(self: options.HostOptions) -> None:
+        raise V100ctlError("it said \x1b]0;owned\x07hello", hint="\x1b[2Jlook")
+
+    monkeypatch.setattr(options.HostOptions, "fleet", failing)
+    assert run(["plan"]) == 1
+    assert capsys.readouterr().err == "error: it said hello\nhint: look\n"
+
+
+def test_hashing_gets_more_time_than_looking() -> None:
+    import dataclasses
+
+    from v100ctl.cli.options import HostOptions
+
+    options = HostOptions((), None, (), False, False, False, True, 1, None)
+    assert options.access().timeout_s == 60
+    assert options.access(deep=True).timeout_s > 3600, "the probe's own budget for hashing"
+    assert dataclasses.replace(options, timeout_s=5).access(deep=True).timeout_s == 5
+
+
+def test_init_where_nothing_can_be_made_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(["init", str(tmp_path / "file/fleet")]) == 1
+    assert "cannot be made: " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    code = "import sys; from v100ctl.cli import main; sys.stdin.read(); sys.argv = ['v100ctl', 'completion', 'bash']; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdout = None
+        _, err = process.communicate(b"")
+    assert (process.returncode, err) == (0, b"")
 
 
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,10 @@ def cli() -> None:
 
 
 def _print_error(message: str, hint: str | None) -> None:
-    """One paragraph on stderr; colour only where it is wanted and can be seen."""
+    """One paragraph on stderr; colour only where it is wanted and can be seen. The text may hold what a host said."""
+    from v100ctl.apply.reporter import clean
+
+    message, hint = clean(message), hint and clean(hint)
     color = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     click.echo(f"{click.style('error:', fg='red', bold=True) if color else 'error:'} {message}", err=True)
     if hint:
@@ -104,9 +107,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted", "run the same command again: it goes on from what is there")
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of stdout has gone (`| head`): not an error, but Python must not complain at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:
+        # click exits so, and in no other case, when the reader of stdout has gone (`| head`): not an error.
         return EXIT_OK
     return result if isinstance(result, int) else EXIT_OK
 

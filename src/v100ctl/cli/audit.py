@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output
+from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
 
 
 @click.command("audit", short_help="Report where hosts differ from their plan.")
@@ -28,26 +28,21 @@ def command(
     One round trip a host; nothing is changed. Exit code 0: all clean. 2: drift. 1: a host is refused or cannot be reached.
     """
     from v100ctl.audit import audit
-    from v100ctl.cli.show import console, findings_table, print_rules
+    from v100ctl.cli.show import console, findings_table, print_host, print_rules
 
     fleet = hosts.fleet()
-    access = hosts.access()
+    access = hosts.access(deep=deep)
     report = audit(fleet, access=access, as_of=today(), deep=deep)
     if output_format == "json":
         write_output(json.dumps(report.to_json(), indent=2), output)
         return report.exit_code
-    out = console(no_color=no_color)
+    out = console(no_color=no_color, output=output)
     with out.capture() as captured:
         for name, state in report.hosts.items():
-            probe = f"  (probe {state.facts.probe_ms:.0f} ms)" if state.facts else ""
-            out.print(f"[bold]{name}[/bold]  {report.status(name)}{probe}", markup=True)
-            if state.error is not None:
-                out.print(f"  error: {state.error.message}", markup=False)
-                if state.error.hint:
-                    out.print(f"  hint: {state.error.hint}", markup=False)
+            print_host(out, state, report.status(name))
             if report.status(name) == "error":
                 print_rules(out, state)
             if state.findings:
                 out.print(findings_table(state.findings))
-    write_output(captured.get(), output)
+    write_table(captured.get(), output)
     return report.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +21,16 @@ def command(folder: Path) -> int:
         raise V100ctlError(
             f"{folder} is not an empty folder, and nothing in it is overwritten", hint="name one that does not exist yet"
         )
+    try:
+        _make(folder)
+    except OSError as error:
+        raise V100ctlError(f"{folder} cannot be made: {error.strerror}", hint="name another folder") from error
+    click.echo(f"{folder}/inventory/hosts.yml: name your hosts there, then:", err=True)
+    click.echo(f"    cd {shlex.quote(str(folder))} && v100ctl plan", err=True)
+    return EXIT_OK
+
+
+def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Made aside and renamed in: an interrupted `init` leaves no half folder behind.
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
@@ -32,6 +43,3 @@ def command(folder: Path) -> int:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    click.echo(f"{folder}/inventory/hosts.yml: name your hosts there, then:", err=True)
-    click.echo(f"    cd {folder} && v100ctl plan", err=True)
-    return EXIT_OK

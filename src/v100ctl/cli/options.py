@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from v100ctl.access import DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
+from v100ctl.access import DEFAULT_DEEP_PROBE_TIMEOUT_S, DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
+from v100ctl.errors import V100ctlError
 from v100ctl.probe.connection import HostKeyPolicy, Secrets
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class HostOptions:
     ask_become_pass: bool
     accept_new_host_keys: bool
     forks: int
-    timeout_s: float
+    timeout_s: float | None
 
     def fleet(self) -> Fleet:
         """Read the inventory.
@@ -57,8 +58,8 @@ class HostOptions:
             self.inventory, self.limit, vault_password_files=self.vault_password_files, vault_password=vault_password
         )
 
-    def access(self) -> Access:
-        """How hosts are reached; asks for passwords where that was wanted."""
+    def access(self, *, deep: bool = False) -> Access:
+        """How hosts are reached; asks for passwords where that was wanted. ``deep``: hosts will hash what they hold."""
         connection_password = click.prompt("SSH password", hide_input=True, err=True) if self.ask_pass else None
         become_password = None
         if self.ask_become_pass:
@@ -74,7 +75,7 @@ class HostOptions:
             secrets=Secrets(connection_password=connection_password, become_password=become_password),
             host_keys=policy,
             forks=self.forks,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s or (DEFAULT_DEEP_PROBE_TIMEOUT_S if deep else DEFAULT_PROBE_TIMEOUT_S),
         )
 
 
@@ -109,8 +110,7 @@ _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = 
         "--timeout",
         "timeout_s",
         type=click.FloatRange(min=1),
-        default=DEFAULT_PROBE_TIMEOUT_S,
-        show_default=True,
+        show_default=f"{DEFAULT_PROBE_TIMEOUT_S:.0f}, with --deep {DEFAULT_DEEP_PROBE_TIMEOUT_S:.0f}",
         metavar="SECONDS",
         help="Most time for asking one host.",
     ),
@@ -174,24 +174,42 @@ def format_option(*formats: str) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def write_table(text: str, output: Path | None) -> None:
+    """Like :func:`write_output`, without the blanks at the ends of lines: they only pad a table's last column."""
+    write_output(re.sub(r" +$", "", text, flags=re.MULTILINE), output)
+
+
 def write_output(text: str, output: Path | None) -> None:
     """Data goes to stdout, or whole to a file: made aside and renamed in.
 
-    Blanks at the ends of lines go: they only pad a table's last column.
+    Raises:
+        V100ctlError: the file cannot be written.
     """
-    text = re.sub(r" +$", "", text.rstrip("\n"), flags=re.MULTILINE)
+    text = text.rstrip("\n") + "\n"
     if output is None:
-        click.echo(text)
+        click.echo(text, nl=False)
         return
-    descriptor, aside = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    try:
+        # What a link points to is replaced, not the link; a device or a pipe is written to, and never replaced by a file.
+        target = output.resolve()
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(target, text)
+    except OSError as error:
+        raise V100ctlError(f"{output} cannot be written: {error.strerror}", hint="name another file with `-o FILE`") from error
+
+
+def _replace(target: Path, text: str) -> None:
+    descriptor, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
+            stream.write(text)
         # mkstemp makes the file private; a report is an ordinary file.
         umask = os.umask(0)
         os.umask(umask)
         Path(aside).chmod(0o666 & ~umask)
-        Path(aside).replace(output)
+        Path(aside).replace(target)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output
+from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
 
 
 @click.command("plan", short_help="Show what would change on which host and why; touch nothing.")
@@ -35,7 +35,7 @@ def command(
 
     Exit code 0: every host is as planned. 2: something would change. 1: a host is refused or cannot be reached.
     """
-    from v100ctl.cli.show import changes_table, console, print_rules
+    from v100ctl.cli.show import changes_table, console, print_host, print_rules
     from v100ctl.examine import decide, examine
     from v100ctl.facts import Facts
     from v100ctl.plan.report import exit_code, host_document, plan_document
@@ -43,6 +43,7 @@ def command(
     if offline != (facts_file is not None):
         raise click.UsageError("--offline and --facts FILE belong together")
     fleet = hosts.fleet()
+    as_of = today()
     if facts_file is not None:
         if len(fleet.hosts) != 1:
             raise click.UsageError(f"--facts is for one host, the inventory has {len(fleet.hosts)}: choose one with --limit")
@@ -51,27 +52,23 @@ def command(
             facts = Facts.model_validate_json(facts_file.read_bytes())
         except ValueError as error:
             raise click.BadParameter(f"{facts_file} is not a probe's document: {error}", param_hint="--facts") from error
-        examined = {host.name: decide(host, None, facts, as_of=today())}
+        examined = {host.name: decide(host, None, facts, as_of=as_of)}
     else:
         access = hosts.access()
-        examined = examine(list(fleet.hosts.values()), access, as_of=today())
-    document = plan_document(examined, as_of=today())
+        examined = examine(list(fleet.hosts.values()), access, as_of=as_of)
+    document = plan_document(examined, as_of=as_of)
     if output_format == "json":
         write_output(json.dumps(document, indent=2), output)
         return exit_code(document)
-    out = console(no_color=no_color)
+    out = console(no_color=no_color, output=output)
     with out.capture() as captured:
-        for name, state in examined.items():
+        for state in examined.values():
             described: dict[str, Any] = host_document(state)
-            out.print(f"[bold]{name}[/bold]  {described['verdict']}", markup=True)
-            if state.error is not None:
-                out.print(f"  error: {state.error.message}", markup=False)
-                if state.error.hint:
-                    out.print(f"  hint: {state.error.hint}", markup=False)
+            print_host(out, state, described["verdict"])
             print_rules(out, state)
             if described["changes"]:
                 out.print(changes_table(described["changes"]))
             elif state.error is None:
                 out.print("  nothing would change")
-    write_output(captured.get(), output)
+    write_table(captured.get(), output)
     return exit_code(document)

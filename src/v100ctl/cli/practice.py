@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from v100ctl.cli.options import launcher_options, output_options, today, write_output
+from v100ctl.cli.options import launcher_options, output_options, today, write_table
 from v100ctl.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -79,4 +79,4 @@ def print_summary(result: Practice, *, no_color: bool = False) -> None:
             out.print()
             for command, purpose in practice.next_steps(result):
                 out.print(Text.assemble((command, "cyan"), f"\n    {purpose}"), soft_wrap=True)
-    write_output(captured.get(), None)
+    write_table(captured.get(), None)

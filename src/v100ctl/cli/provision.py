@@ -8,13 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import yaml
+from click.core import ParameterSource
 
-from v100ctl.cli.options import HostOptions, host_options, output_options, today, write_output
+from v100ctl.cli.options import HostOptions, host_options, output_options, today, write_table
 from v100ctl.errors import InventoryError, UsageError
 
 if TYPE_CHECKING:
     from v100ctl.fleet import Fleet
     from v100ctl.provision import ProvisionResult
+
+#: Parameters that say what else an inventory says, and their options.
+_WITHOUT_INVENTORY = {
+    "model_sha256": "--model-sha256",
+    "backend": "--backend",
+    "name": "--name",
+    "port": "--port",
+    "settings": "--set",
+}
 
 
 @click.command("provision", short_help="Make hosts as planned and prove it with a real completion.")
@@ -66,20 +76,25 @@ def command(
     from v100ctl.fleet import adhoc_fleet
     from v100ctl.provision import provision
 
-    if model is not None:
+    if model is None:
+        # Silently ignored they would be a wish that nobody hears.
+        source = click.get_current_context().get_parameter_source
+        ignored = [option for name, option in _WITHOUT_INVENTORY.items() if source(name) is not ParameterSource.DEFAULT]
+        if ignored:
+            raise UsageError(f"{', '.join(ignored)}: only with --model; else the inventory says it")
+        fleet = _named(hosts, targets) if targets else hosts.fleet()
+    else:
         if not targets:
             raise UsageError(
                 "--model is for hosts named on the command line: name one", hint="`v100ctl provision user@host --model ...`"
             )
-        if hosts.inventory:
-            raise UsageError("--model and -i do not go together: an inventory says the model itself")
+        if hosts.inventory or hosts.limit:
+            raise UsageError("--model does not go with -i or --limit: an inventory says the model itself")
         instance = _instance(model, model_sha256, port, settings)
         variables: dict[str, Any] = {"llm_server_instances": {name: instance}}
         if backend is not None:
             variables["llama_cpp_backend"] = backend
         fleet = adhoc_fleet(targets, variables)
-    else:
-        fleet = _named(hosts, targets) if targets else hosts.fleet()
     access = hosts.access()
 
     def confirm(question: str) -> bool:
@@ -184,4 +199,4 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
             for instance, proof in host.proofs.items():
                 speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
                 out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))
-    write_output(captured.get(), None)
+    write_table(captured.get(), None)

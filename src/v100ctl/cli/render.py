@@ -24,6 +24,7 @@ def command(
 
     The host is asked for its facts (threads, libraries, layout depend on them); nothing is changed.
     """
+    from v100ctl.apply.reporter import clean_line
     from v100ctl.examine import examine
     from v100ctl.plan.types import describe
 
@@ -36,7 +37,7 @@ def command(
         raise state.error
     if state.plan is None:
         return EXIT_ERROR
-    pieces = [f"# {describe(rule)}" for rule in state.plan.rules]
+    pieces = [f"# {clean_line(describe(rule))}" for rule in state.plan.rules]
     for file in state.plan.all_files:
         content = "(secret, not shown)\n" if file.secret else file.content
         pieces.append(f"==> {file.path}  {file.owner}:{file.group} {file.mode}\n{content}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,12 +21,21 @@ _SEVERITY_STYLE = {"refuse": "bold red", "warn": "yellow", "info": "dim", "error
 _WIDE_ENOUGH = 120
 
 
-def console(*, no_color: bool = False) -> Console:
-    """The console for data on stdout. Not a terminal: plain lines, never cut to a width."""
-    terminal = sys.stdout.isatty()
-    return Console(
-        file=sys.stdout, no_color=True if no_color else None, highlight=False, width=None if terminal else _WIDE_ENOUGH * 2
-    )
+def console(*, no_color: bool = False, output: Path | None = None) -> Console:
+    """The console for data on stdout, or for the file ``output``. Not a terminal: plain lines, never cut to a width."""
+    if output is not None or not sys.stdout.isatty():
+        return Console(file=sys.stdout, no_color=True, force_terminal=False, highlight=False, width=_WIDE_ENOUGH * 2)
+    return Console(file=sys.stdout, no_color=True if no_color else None, highlight=False)
+
+
+def print_host(out: Console, state: Examined, verdict: str) -> None:
+    """One host's heading, and the error that kept it from being asked."""
+    probe = f"  (probe {state.facts.probe_ms:.0f} ms)" if state.facts else ""
+    out.print(Text.assemble((clean_line(state.host.name), "bold"), f"  {verdict}{probe}"))
+    if state.error is not None:
+        out.print(Text(f"  error: {clean(state.error.message)}"))
+        if state.error.hint:
+            out.print(Text(f"  hint: {clean(state.error.hint)}"))
 
 
 def shorten(value: str, limit: int = 90) -> str:
@@ -83,10 +94,10 @@ def settings_table(state: Examined) -> Table:
         return table
     for release in state.plan.releases:
         table.add_row("engine", f"{release.engine} {release.build['build_number']}, backend {release.build['backend']}")
-        table.add_row("release", release.path)
+        table.add_row("release", Text(release.path))
     for instance in state.plan.instances:
         table.add_row("instance", f"{instance.name}: {instance.unit}, {instance.listen}:{instance.port}")
-        table.add_row("model", instance.model_path)
+        table.add_row("model", Text(instance.model_path))
         table.add_row("context", f"{instance.max_context_length} tokens a request, {instance.parallel} at once")
-        table.add_row("command", Text(" ".join(instance.argv)))
+        table.add_row("command", Text(shlex.join(instance.argv)))
     return table
