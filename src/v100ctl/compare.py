@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from v100ctl.facts import Facts
+from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
-from v100ctl.plan.types import HostPlan, Instance, ManagedFile
+from v100ctl.plan.types import HostPlan, ManagedFile
 
 Kind = Literal["drifted", "pending", "external"]
 Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
@@ -183,7 +185,8 @@ def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator
                 "error",
                 _PROVISION,
                 instance,
-                restarts=(instance,),
+                # Enabling or reloading a unit leaves its server alone.
+                restarts=(instance,) if what in ("missing", "inactive") else (),
             )
 
         if unit.state == "absent":
@@ -227,25 +230,33 @@ def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator
             )
 
 
-def _stale_reason(instance: Instance, facts: Facts) -> tuple[str, str, str] | None:
-    """Why the running process is not the planned one: what, expected, actual. ``None`` when it is, or does not run."""
-    process = facts.process_of(instance.unit)
-    if process is None:
-        return None
-    if process.environ.get(DIGEST_VARIABLE) != instance.digest:
-        return "stale", f"digest {instance.digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
-    if process.executable_deleted or process.executable != instance.argv[0]:
-        return "executable", instance.argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
-    if process.argv != instance.argv:
-        return "argv", " ".join(instance.argv), " ".join(process.argv)
-    return None
+def _stale_reasons(process: ProcessFacts, *, digest: str, argv: Sequence[str], user: str) -> Iterator[tuple[str, str, str]]:
+    """Why a running process is not the planned one: what, expected, actual. Nothing when it is."""
+    if process.environ.get(DIGEST_VARIABLE) != digest:
+        yield "stale", f"digest {digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
+    elif process.executable_deleted or not _is_program(process.executable, argv[0]):
+        yield "executable", argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
+    elif list(process.argv) != list(argv):
+        yield "argv", shlex.join(argv), shlex.join(process.argv)
+    if process.user != user:
+        yield "user", user, process.user
+
+
+def _is_program(executable: str, planned: str) -> bool:
+    """Whether ``executable``, as the kernel names it, is ``planned``, which a link to another disk may lead to.
+
+    A release's folder is named by what it holds, so engine, build and program are enough.
+    """
+    return executable == planned or PurePosixPath(executable).parts[-4:] == PurePosixPath(planned).parts[-4:]
 
 
 def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     for instance in plan.instances:
-        reason = _stale_reason(instance, facts)
-        if reason is not None:
-            what, expected, actual = reason
+        process = facts.process_of(instance.unit)
+        if process is None:
+            # A server that does not run is a unit's finding already.
+            continue
+        for what, expected, actual in _stale_reasons(process, digest=instance.digest, argv=instance.argv, user=plan.account.name):
             yield Finding(
                 f"process.{what}:{instance.name}",
                 "drifted" if what != "stale" else "pending",
@@ -253,20 +264,6 @@ def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
                 "llm_server",
                 expected,
                 actual,
-                "error",
-                _PROVISION,
-                instance.name,
-                restarts=(instance.name,),
-            )
-        process = facts.process_of(instance.unit)
-        if process is not None and process.user != plan.account.name:
-            yield Finding(
-                f"process.user:{instance.name}",
-                "drifted",
-                "process",
-                "llm_server",
-                plan.account.name,
-                process.user,
                 "error",
                 _PROVISION,
                 instance.name,
@@ -290,7 +287,8 @@ def _services(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
                 "HTTP 200",
                 actual,
                 "error",
-                f"`journalctl -u {instance.unit}` on the host, then {_PROVISION} `--force`",
+                # The roles wait for a server that loads, and restart none that runs as planned.
+                f"`journalctl -u {instance.unit}` on the host says why; `systemctl restart {instance.unit}` there starts it anew",
                 instance.name,
             )
 
@@ -309,15 +307,9 @@ def restarts(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     for item in plan["instances"]:
         unit = found.units.get(str(item["unit"]))
         process = found.process_of(str(item["unit"]))
-        running = unit is not None and unit.active_state == "active" and process is not None
-        current = (
-            running
-            and process is not None
-            and process.environ.get(DIGEST_VARIABLE) == item["digest"]
-            and not process.executable_deleted
-            and list(process.argv) == list(item["argv"])
-            and process.executable == item["argv"][0]
+        stale = process is None or any(
+            _stale_reasons(process, digest=item["digest"], argv=item["argv"], user=plan["account"]["name"])
         )
-        if not current:
+        if stale or unit is None or unit.active_state != "active":
             names.append(str(item["name"]))
     return names
