@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import ipaddress
 import os
 import re
 import types
@@ -35,7 +36,8 @@ SYSTEM_PYTHON = Path("/usr/bin/python3")
 
 class _Config(BaseModel):
     # ``extra=forbid`` is what turns a misspelt key into an error instead of a silently ignored wish.
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # A pydantic error quotes what it got, and Ansible prints the causes of an error: keys must not get there.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 def _lower_hex_sha256(value: str) -> str:
@@ -53,15 +55,31 @@ def _absolute_path(value: str) -> str:
     return value
 
 
-def _one_line(value: str) -> str:
+def _without_nul(value: str) -> str:
     if "\0" in value:
         raise ValueError("must not hold a NUL character")
     return value
 
 
+def _ip_address(value: str) -> str:
+    try:
+        # In its shortest form, so that `0:0:0:0:0:0:0:1` is known for the loopback address that it is.
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError(f"must be an IP address, not {value!r}") from None
+
+
+def _controller_path(value: str) -> str:
+    # Ansible runs commands on the controller in another folder than the one that the user is in.
+    if not value.startswith(("/", "~")):
+        raise ValueError("must be an absolute path on this machine, or start with `~`; `{{ inventory_dir }}` helps")
+    return value
+
+
 Sha256 = Annotated[str, AfterValidator(_lower_hex_sha256)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
-Argument = Annotated[str, AfterValidator(_one_line)]
+Argument = Annotated[str, AfterValidator(_without_nul)]
+IpAddress = Annotated[str, AfterValidator(_ip_address)]
 KvCacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
 
@@ -74,7 +92,7 @@ class ModelSpec(_Config):
 
     path: AbsolutePath | None = None
     url: str | None = None
-    from_controller: str | None = None
+    from_controller: Annotated[str, AfterValidator(_controller_path)] | None = None
     pypi: str | None = None
     sha256: Sha256
     size_bytes: int | None = Field(default=None, gt=0)
@@ -151,30 +169,20 @@ class InstanceSpec(_Config):
     profile: str | None = None
     model: ModelSpec
     gpus: tuple[int | str, ...] | None = None
-    listen: str = "127.0.0.1"
+    listen: IpAddress = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
     api_keys: tuple[str, ...] | None = Field(default=None, repr=False)
     settings: Settings = Settings()
     extra_args: tuple[Argument, ...] = ()
     state: Literal["present", "absent"] = "present"
 
-    @model_validator(mode="after")
-    def _listen_is_an_address(self) -> Self:
-        import ipaddress
 
-        try:
-            ipaddress.ip_address(self.listen)
-        except ValueError:
-            raise ValueError(f"`listen` must be an IP address, not {self.listen!r}") from None
-        return self
-
-
-_INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
+INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
 def _instance_names(value: Mapping[str, InstanceSpec]) -> Mapping[str, InstanceSpec]:
     for name in value:
-        if not _INSTANCE_NAME.fullmatch(name):
+        if not INSTANCE_NAME.fullmatch(name):
             raise ValueError(
                 f"instance name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (a unit is named after it)"
             )
@@ -184,7 +192,7 @@ def _instance_names(value: Mapping[str, InstanceSpec]) -> Mapping[str, InstanceS
 class HostConfig(BaseModel):
     """The variables of one host that v100ctl reads. Others are the user's own and are left alone."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
 
     llama_cpp_build: int = Field(ge=1)
     llama_cpp_backend: Literal["cuda", "cpu"]
@@ -195,6 +203,8 @@ class HostConfig(BaseModel):
     llm_server_allow_unauthenticated: bool
 
 
+#: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
+VARIABLE_PREFIXES = ("llm_", "llama_")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 
@@ -230,7 +240,7 @@ def _near_misses(variables: Iterable[str]) -> dict[str, str]:
     """Variables that look like one of ours, misspelt: name -> what was probably meant."""
     found: dict[str, str] = {}
     for name in variables:
-        if name in CONFIG_VARIABLES or name in _role_variables() or not name.startswith(("llm_", "llama_")):
+        if name in CONFIG_VARIABLES or name in _role_variables() or not name.startswith(VARIABLE_PREFIXES):
             continue
         near = difflib.get_close_matches(name, CONFIG_VARIABLES, n=1, cutoff=0.85)
         if near:
@@ -435,11 +445,7 @@ def _read_with_ansible(
             raise AnsibleError(f"{host.name!r} is not a host name")
         raw = variable_manager.get_vars(host=host, include_hostvars=False)
         templar = Templar(loader=loader, variables=raw)
-        wanted = {
-            name: value
-            for name, value in raw.items()
-            if name.startswith(("ansible_", "llm_", "llama_")) or name in CONFIG_VARIABLES
-        }
+        wanted = {name: value for name, value in raw.items() if name.startswith(("ansible_", *VARIABLE_PREFIXES))}
         skipped = ("ansible_facts", "ansible_version", "ansible_playbook_python", "ansible_config_file")
         try:
             result[host.name] = {name: plain(templar.template(value)) for name, value in wanted.items() if name not in skipped}

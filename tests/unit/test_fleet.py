@@ -84,6 +84,11 @@ def test_one_host_changes_one_key(tmp_path: Path) -> None:
         ({"llm_server_instances": {"Chat_1": {"model": MODEL}}}, "lower-case", None),
         ({"llm_server_instances": {"chat": {"model": MODEL, "port": 70000}}}, "port", None),
         ({"llm_server_instances": {"chat": {"model": MODEL, "listen": "example.org"}}}, "IP address", None),
+        (
+            {"llm_server_instances": {"chat": {"model": {"from_controller": "x.gguf", "sha256": "a" * 64}}}},
+            "absolute path on this machine",
+            None,
+        ),
         ({"llm_server_instances": []}, "must be a mapping", None),
         ({"llm_server_instance_overrides": {"other": {}}}, "names other", "known here: none"),
         ({"llama_cpp_backend": "rocm"}, "llama_cpp_backend", None),
@@ -101,6 +106,11 @@ def test_yaml_booleans_are_flash_attention_values() -> None:
     on = make_config({"settings": {"flash_attention": True}}).llm_server_instances["chat"].settings
     off = make_config({"settings": {"flash_attention": False}}).llm_server_instances["chat"].settings
     assert (on.flash_attention, off.flash_attention) == ("on", "off")
+
+
+def test_an_address_has_one_spelling() -> None:
+    """So that the loopback address is known for what it is."""
+    assert make_config({"listen": "0:0:0:0:0:0:0:1"}).llm_server_instances["chat"].listen == "::1"
 
 
 def test_other_variables_are_left_alone() -> None:
@@ -165,6 +175,19 @@ def test_hosts_of_the_command_line_make_a_fleet() -> None:
     assert fleet.document["all"]["hosts"]["gpu1"]["ansible_user"] == "admin"
     with pytest.raises(InventoryError, match="named twice"):
         adhoc_fleet(["a@gpu1", "b@gpu1"], {})
+
+
+def test_no_cause_of_an_error_quotes_a_key() -> None:
+    """Ansible prints the causes of an error too."""
+    with pytest.raises(InventoryError) as caught:
+        make_config({"api_keys": ["s3cret"], "listen": "nowhere", "port": 0})
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert "s3cret" not in str(error)
+        error = error.__cause__
+    with pytest.raises(InventoryError) as caught:
+        make_config({"api_keys": "s3cret", "model": {"path": "/x"}})
+    assert "s3cret" not in f"{caught.value} {caught.value.__cause__}"
 
 
 def test_secrets_do_not_show_in_a_repr() -> None:

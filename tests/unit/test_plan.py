@@ -173,8 +173,9 @@ def test_host_json_is_reproducible_and_holds_no_secret() -> None:
     document = json.loads(first.host_json.content)
     assert document["instances"]["chat"]["digest"] == first.instances[0].digest
     assert AS_OF.isoformat() not in first.host_json.content, "a date would be drift"
-    secret = make_plan(config=make_config({"api_keys": ["s3cret-key"]}))
-    assert "s3cret-key" not in json.dumps(secret.to_role_variables())
+    for instance in ({"api_keys": ["s3cret-key"]}, {"extra_args": ["--api-key", "s3cret-key"]}):
+        secret = make_plan(config=make_config(instance))
+        assert "s3cret-key" not in json.dumps(secret.to_role_variables())
 
 
 def test_every_file_starts_with_the_constant_header() -> None:
@@ -187,6 +188,27 @@ def test_an_instance_that_left_the_inventory_is_removed() -> None:
     config = make_config(llm_server_instances={})
     after = plan("h1", config, applied_facts(decided), as_of=AS_OF)
     assert [(unit.name, unit.state) for unit in after.units] == [("v100-chat.service", "absent")]
+
+
+def test_a_unit_of_a_run_that_was_killed_is_removed_too() -> None:
+    """The inventory drops an instance whose first run never got as far as recording its plan."""
+    decided = make_plan()
+    half = applied_facts(decided, host_json={"document": None})
+    after = plan("h1", make_config(llm_server_instances={}), half, as_of=AS_OF)
+    assert [(unit.name, unit.state) for unit in after.units] == [("v100-chat.service", "absent")]
+    strange = {"/etc/systemd/system/v100-chat.service": {"content": "[Unit]\nDescription=somebody else's\n"}}
+    after = plan(
+        "h1",
+        make_config(llm_server_instances={}),
+        half.model_copy(update={"files": make_facts(files=strange).files}),
+        as_of=AS_OF,
+    )
+    assert after.units == ()
+
+
+def test_names_on_the_host_cannot_lead_to_other_paths() -> None:
+    facts = make_facts(host_json={"document": {"instances": {"../../x": {}, "": {}, "A b": {}, "old": {}}}})
+    assert [unit.instance for unit in make_plan(facts).units] == ["old", "chat"]
 
 
 @pytest.mark.parametrize("document", [{}, {"instances": []}, {"instances": 5}, {"files": "x", "models": {}, "packages": 1}])

@@ -55,6 +55,14 @@ class LlamaCppFlags(BaseModel):
         found = extra.get(setting)
         return found if isinstance(found, str | dict) else None
 
+    def settings(self) -> dict[str, str]:
+        """Flag -> the setting that it spells."""
+        spelled: dict[str, str] = {}
+        for setting in self.model_extra or {}:
+            flag = self.flag(setting)
+            spelled |= dict.fromkeys([flag] if isinstance(flag, str) else (flag or {}).values(), setting)
+        return spelled
+
 
 class LlamaCppBuild(_Row):
     """One build of llama.cpp that can be compiled and launched."""
@@ -71,6 +79,8 @@ class LlamaCppBuild(_Row):
     cmake_options: CmakeOptions
     cpu_level: str
     flags: LlamaCppFlags
+    #: Flags whose value is a secret; every user of a host can read a command line.
+    secret_flags: tuple[str, ...]
     quantised_v_needs_flash_attention: bool
     health_path: str
 

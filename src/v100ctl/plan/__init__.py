@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
 from v100ctl.catalog import Catalog, LlamaCppBuild, load_catalog
 from v100ctl.facts import Facts, ProbeRequest
-from v100ctl.fleet import HostConfig, InstanceSpec, ModelSpec, parse_config, plain
+from v100ctl.fleet import INSTANCE_NAME, VARIABLE_PREFIXES, HostConfig, InstanceSpec, ModelSpec, parse_config, plain
 from v100ctl.plan import llama_cpp, rules
-from v100ctl.plan.render import render
+from v100ctl.plan.render import MANAGED_HEADER, render
 from v100ctl.plan.types import Account, Directory, HostPlan, Instance, ManagedFile, Model, Release, Rule, Unit
 
 __all__ = ["HOST_JSON", "HostPlan", "from_ansible", "plan", "probe_request"]
@@ -44,9 +45,10 @@ def model_path(spec: ModelSpec) -> str:
 def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     """What the probe has to look at for this configuration, beside the places that this toolkit always manages."""
     present = {name: spec for name, spec in config.llm_server_instances.items() if spec.state == "present"}
+    row = load_catalog().llama_cpp_build(config.llama_cpp_build)
     return ProbeRequest(
         models=tuple(sorted({model_path(spec.model) for spec in present.values()})),
-        health={name: _url(spec, "/health") for name, spec in present.items()},
+        health={name: _url(spec, row.health_path) for name, spec in present.items()} if row else {},
         deep=deep,
     )
 
@@ -57,9 +59,7 @@ def _url(spec: InstanceSpec, path: str) -> str:
     return f"http://[{address}]:{spec.port}{path}" if ":" in address else f"http://{address}:{spec.port}{path}"
 
 
-def plan(
-    host: str, config: HostConfig, facts: Facts, *, catalog: Catalog | None = None, as_of: date, builds_here: bool | None = None
-) -> HostPlan:
+def plan(host: str, config: HostConfig, facts: Facts, *, catalog: Catalog | None = None, as_of: date) -> HostPlan:
     """Decide everything for one host.
 
     Args:
@@ -68,8 +68,6 @@ def plan(
         facts: What the probe found.
         catalog: What is known; the shipped one by default.
         as_of: Today, for rows that end on a date.
-        builds_here: Whether the engine would be compiled on this host if no copy is cached; ``None`` takes it from
-            ``llama_cpp_build_on``.
 
     Returns:
         The plan; its verdict is ``refused`` when any rule refuses.
@@ -84,9 +82,12 @@ def plan(
     serves = bool(present)
     release = llama_cpp.build_release(config, row, distribution, facts) if serves and row and distribution else None
     models = _models(present)
+    dropped = _instances_on_host(facts) - set(config.llm_server_instances)
+    going = {unit_name(name) for name in dropped | (set(config.llm_server_instances) - set(present))}
     instances: list[Instance] = []
     files: list[ManagedFile] = []
-    units: list[Unit] = []
+    # An instance that the inventory has dropped is stopped and removed.
+    units = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name, spec in sorted(config.llm_server_instances.items()):
         unit = unit_name(name)
         if spec.state == "absent":
@@ -94,8 +95,13 @@ def plan(
             continue
         verdicts += rules.instance_rules(name, spec, config, row)
         model = next(item for item in models if item.path == model_path(spec.model))
-        verdicts += rules.placement_rules(name, spec, model, unit, facts)
+        verdicts += rules.placement_rules(name, spec, model, unit, facts, going=going)
         if release is None or row is None:
+            continue
+        extra = [*rules.extra_args_rules(name, spec, row)]
+        if extra:
+            # No command line is made: a secret in it would stand in every report of the plan.
+            verdicts += extra
             continue
         try:
             instance, file = _instance(name, spec, config, row, facts, release, model)
@@ -114,14 +120,10 @@ def plan(
         instances.append(instance)
         files.append(file)
         units.append(Unit(unit, name, enabled=True, state="started"))
-    # An instance that the inventory has dropped is stopped and removed: the applied plan still names it.
-    applied = (facts.host_json.document or {}).get("instances", {})
-    for name in sorted(set(applied) - set(config.llm_server_instances)) if isinstance(applied, Mapping) else ():
-        units.append(Unit(unit_name(name), name, enabled=False, state="absent"))
-
     releases = (release,) if release else ()
-    here = config.llama_cpp_build_on in ("first", host) if builds_here is None else builds_here
-    verdicts += rules.space_rules(releases, models, facts, row, builds_here=here)
+    # Whether a copy is cached is not a fact of the host: it may have to be compiled here.
+    builds_here = config.llama_cpp_build_on in ("first", host)
+    verdicts += rules.space_rules(releases, models, facts, row, builds_here=builds_here)
     result = HostPlan(
         host=host,
         as_of=as_of.isoformat(),
@@ -135,6 +137,20 @@ def plan(
         instances=tuple(instances),
     )
     return _with_host_json(result)
+
+
+def _instances_on_host(facts: Facts) -> set[str]:
+    """The instances that an earlier run has left on the host: those of the applied plan, and those whose unit was written by a
+    run that did not get as far as recording its plan.
+    """
+    applied = (facts.host_json.document or {}).get("instances", {})
+    names = {str(name) for name in applied} if isinstance(applied, Mapping) else set()
+    for path, file in facts.files.items():
+        match = re.fullmatch(r"/etc/systemd/system/v100-(.+)\.service", path)
+        if match and (file.content or "").startswith(f"# {MANAGED_HEADER}\n"):
+            names.add(match[1])
+    # The names become paths that are deleted.
+    return {name for name in names if INSTANCE_NAME.fullmatch(name)}
 
 
 def _directories() -> tuple[Directory, ...]:
@@ -274,4 +290,4 @@ def from_ansible(variables: Mapping[str, Any], facts: Mapping[str, Any], as_of: 
 
 def ansible_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The variables that v100ctl reads (and look-alikes, to catch misspellings), as plain data."""
-    return {name: plain(variables[name]) for name in list(variables) if name.startswith(("llm_server_", "llama_cpp_"))}
+    return {name: plain(variables[name]) for name in list(variables) if name.startswith(VARIABLE_PREFIXES)}

@@ -7,7 +7,7 @@ in JSON, in documentation and in people's scripts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild
 from v100ctl.facts import Facts
@@ -154,11 +154,37 @@ def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: Llama
         )
 
 
-def placement_rules(name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts) -> Iterator[Rule]:
-    """Rules about one instance on this host: its port and its model."""
+def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild) -> Iterator[Rule]:
+    """Rules about words for the engine's own command line: none may say what the plan has to know."""
+    settings = row.flags.settings()
+    for word in spec.extra_args:
+        # The engine's parser reads `_` in a flag as `-`.
+        flag = word.replace("_", "-") if word.startswith("--") else word
+        if flag in row.secret_flags:
+            yield Rule(
+                "extra-args-secret",
+                "refuse",
+                f"`{flag}` in `extra_args` would show a secret to every user of the host, in reports and in the unit",
+                "leave it out",
+                instance=name,
+            )
+        elif flag in settings:
+            yield Rule(
+                "extra-args-setting",
+                "refuse",
+                f"`{flag}` in `extra_args` would say again, and past every check, what the plan says with `{settings[flag]}`",
+                f"`{settings[flag]}` in the inventory",
+                instance=name,
+            )
+
+
+def placement_rules(
+    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str]
+) -> Iterator[Rule]:
+    """Rules about one instance on this host: its port and its model. ``going``: units that are stopped before it starts."""
     for listener in facts.listeners:
         same_address = listener.address in (spec.listen, "0.0.0.0", "::", "*") or spec.listen in ("0.0.0.0", "::")  # noqa: S104 - compared
-        if listener.port == spec.port and same_address and listener.unit != unit:
+        if listener.port == spec.port and same_address and listener.unit not in (unit, *going):
             owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
             taken = {item.port for item in facts.listeners}
             free = next((port for port in range(spec.port + 1, 65536) if port not in taken), None)
