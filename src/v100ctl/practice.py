@@ -242,6 +242,7 @@ def _needs_build(inventory: Path, as_of: date) -> bool:
 
 
 def _ask(result: HostResult, question: str, reporter: Reporter) -> Completion:
+    from v100ctl.plan.types import plain_data
     from v100ctl.probe import open_session
     from v100ctl.serving import ask
 
@@ -251,14 +252,8 @@ def _ask(result: HostResult, question: str, reporter: Reporter) -> Completion:
         raise LabError(
             f"the practice host was provisioned without the instance {INSTANCE}", hint="run `v100ctl try --down`, then try again"
         )
-    described = {
-        "name": instance.name,
-        "unit": instance.unit,
-        "completion_url": instance.completion_url,
-        "model_alias": instance.model_alias,
-    }
     with reporter.phase("asking the model"), open_session(connection) as session:
-        return ask(session, described, question, max_tokens=_MAX_TOKENS)
+        return ask(session, plain_data(instance), question, max_tokens=_MAX_TOKENS)
 
 
 def _engine(reporter: Reporter) -> docker.DockerClient | None:

@@ -17,7 +17,7 @@ from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
 from v100ctl.probe.connection import ConfirmHostKey
-from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, Completion, ask
+from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ask
 
 HostStatus = Literal["unchanged", "changed", "would-change", "refused", "unreachable", "failed"]
 #: Asked before something that the user did not name is done; returns whether it may be.
@@ -93,9 +93,15 @@ def provision(
             to_apply.append(name)
         else:
             results[name] = HostResult("unchanged", state)
-    for name in to_apply:
-        _announce(reporter, examined[name])
-    _refuse_many_restarts({name: examined[name] for name in to_apply})
+        if early is None:
+            _announce(reporter, state)
+    try:
+        _refuse_many_restarts({name: examined[name] for name in to_apply})
+    except V100ctlError as error:
+        if not check:
+            raise
+        # Nothing is restarted now, and what would change is what was asked.
+        reporter.warning(f"{error.message}; {error.hint}")
 
     log_path: Path | None = None
     if to_apply:
@@ -158,9 +164,13 @@ def _examine(
             allowed = confirm(f"{name} has no Python, which Ansible needs there. Install it?")
         if not allowed:
             continue
-        with reporter.phase(f"{name}: installing Python"), open_session(state.connection) as session:
-            install_python(session)
-        examined |= examine([state.host], access, as_of=as_of)
+        try:
+            with reporter.phase(f"{name}: installing Python"), open_session(state.connection) as session:
+                install_python(session)
+        except V100ctlError as error:
+            examined[name] = replace(state, error=error)
+        else:
+            examined |= examine([state.host], access, as_of=as_of)
     return examined
 
 
@@ -253,6 +263,8 @@ def _after_apply(
             message = f"{failure.task}: {failure.message}" if failure else "Ansible did not reach this host"
             hint = failure.hint if failure else None
             results[name] = HostResult("unreachable" if name in unreachable else "failed", before[name], message, hint)
+            if failure is None:
+                _report_failure(reporter, name, results[name])
         elif check:
             results[name] = HostResult("would-change" if before[name].changes else "unchanged", before[name])
         else:
@@ -291,13 +303,9 @@ def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
             open_session(connection) as session,
         ):
             for instance in plan.instances:
-                described = {
-                    "name": instance.name,
-                    "unit": instance.unit,
-                    "completion_url": instance.completion_url,
-                    "model_alias": instance.model_alias,
-                }
-                proofs[instance.name] = ask(session, described, PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS)
+                proofs[instance.name] = ask(
+                    session, plain_data(instance), PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS, timeout_s=PROOF_TIMEOUT_S
+                )
     except V100ctlError as error:
         failed = HostResult("failed", result.examined, error.message, error.hint, proofs)
         _report_failure(reporter, name, failed)

@@ -16,6 +16,8 @@ from v100ctl.errors import V100ctlError
 #: Short, and answerable by a model of any size; asked at temperature 0.
 PROOF_PROMPT = "Reply with one short sentence: what is a GPU?"
 PROOF_MAX_TOKENS = 24
+#: A large model on a slow processor takes minutes to its first token.
+PROOF_TIMEOUT_S = 300
 #: Answers beyond this are cut: a server must not be able to fill the controller's memory.
 _MAX_RESPONSE_BYTES = 4 * 1024 * 1024
 
@@ -83,17 +85,17 @@ def ask(
     prompt: str,
     *,
     max_tokens: int = 128,
-    timeout_s: float = 120.0,
+    timeout_s: float = PROOF_TIMEOUT_S,
     temperature: float = 0.0,
 ) -> Completion:
     """Ask an instance one question over the host's loopback.
 
     Args:
         session: An open session on the host.
-        instance: The instance as in the plan: ``name``, ``completion_url`` and ``model_alias`` are used.
+        instance: The instance as in the plan: ``name``, ``unit``, ``completion_url`` and ``model_alias`` are used.
         prompt: The user's message.
         max_tokens: Most tokens of the answer.
-        timeout_s: For the whole exchange.
+        timeout_s: Most time without a word from the server.
         temperature: 0 is greedy and repeatable.
 
     Raises:

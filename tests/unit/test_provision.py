@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from v100ctl.access import Access
+from v100ctl.apply import ApplyResult, make_reporter
+from v100ctl.apply import runner as apply_runner
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
-from v100ctl.fleet import FleetHost
-from v100ctl.provision import HostResult, HostStatus, ProvisionResult, _early_result, _refuse_many_restarts
+from v100ctl.fleet import Fleet, FleetHost
+from v100ctl.probe import Connection, PythonMissingError
+from v100ctl.provision import HostResult, HostStatus, ProvisionResult, _early_result, _refuse_many_restarts, provision
 
 from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 
@@ -71,3 +79,74 @@ def test_a_host_that_cannot_be_provisioned_is_said_early() -> None:
 def test_the_worst_host_decides_the_exit_code(statuses: list[HostStatus], code: int) -> None:
     state = examined(BARE)
     assert ProvisionResult({str(number): HostResult(status, state) for number, status in enumerate(statuses)}).exit_code == code
+
+
+#: What came out, what was said, and the hosts that Ansible ran for.
+Ran = tuple[ProvisionResult, str, list[str]]
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """A provision of hosts in given states; Ansible changes nothing, and says that all went well where it got to."""
+
+    def provisioned(given: Mapping[str, Examined], *, reached: bool = True, **options: Any) -> Ran:
+        states = {name: replace(state, host=replace(state.host, name=name)) for name, state in given.items()}
+        ran: list[str] = []
+
+        def examine(hosts: Sequence[FleetHost], *args: Any, **kwargs: Any) -> dict[str, Examined]:
+            return {host.name: states[host.name] for host in hosts}
+
+        def run_playbook(name: str, inventory: object, hosts: Sequence[str], **kwargs: Any) -> ApplyResult:
+            ran.extend(hosts)
+            counts = apply_runner.HostResult("ok", ok=1, changed=0, failed=0, unreachable=0, skipped=0, rescued=0, ignored=0)
+            return ApplyResult({host: counts for host in hosts if reached}, (), {}, tmp_path / "log")
+
+        monkeypatch.setattr("v100ctl.provision.examine", examine)
+        monkeypatch.setattr("v100ctl.provision.run_playbook", run_playbook)
+        monkeypatch.setattr("v100ctl.provision._fetch", lambda *args: None)
+        said = io.StringIO()
+        reporter = make_reporter(stream=said)
+        fleet = Fleet({name: state.host for name, state in states.items()}, sources=("x",))
+        result = provision(fleet, access=Access(), reporter=reporter, as_of=AS_OF, **options)
+        reporter.close()
+        return result, said.getvalue(), ran
+
+    return provisioned
+
+
+def test_check_says_what_would_change_even_where_a_run_is_refused(run: Run) -> None:
+    states = {"a": RESTARTING, "b": RESTARTING}
+    with pytest.raises(V100ctlError, match="2 hosts at once"):
+        run(states)
+    result, said, ran = run(states, check=True)
+    assert (result.exit_code, ran) == (2, ["a", "b"])
+    assert "warning: this would restart servers on 2 hosts at once" in said
+
+
+def test_a_host_that_ansible_did_not_get_to_is_said(run: Run) -> None:
+    result, said, _ = run({"a": examined(BARE)}, reached=False)
+    assert result.hosts["a"].status == "unreachable"
+    assert "Ansible did not reach this host" in said
+
+
+def test_a_warning_is_said_where_nothing_changes_too(run: Run) -> None:
+    dropped_in = applied_facts(make_plan(), units={"v100-chat.service": {"drop_in_paths": ["/etc/x.conf"]}})
+    result, said, ran = run({"a": examined(dropped_in)}, check=True)
+    assert (result.hosts["a"].status, ran) == ("unchanged", [])
+    assert "/etc/x.conf" in said
+
+
+def test_a_host_that_gets_no_python_does_not_keep_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config()
+    missing = PythonMissingError("no Python", hint="install it")
+    bare = Examined(FleetHost("a", {}, config), cast(Connection, object()), error=missing)
+
+    def open_session(connection: object) -> None:
+        raise UnreachableError("the line is cut")
+
+    monkeypatch.setattr("v100ctl.provision.open_session", open_session)
+    result, said, ran = run({"a": bare, "b": examined(BARE)}, confirm=lambda question: True)
+    assert result.hosts["a"].status == "unreachable"
+    assert "the line is cut" in said
+    assert ran == ["b"]

@@ -13,12 +13,13 @@ import pytest
 import yaml
 
 from v100ctl.paths import content_dir
-from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, ServingError, ask, judge_completion
+from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, ServingError, ask, judge_completion
 
 
 def test_the_role_asks_what_the_cli_asks() -> None:
     defaults = yaml.safe_load((content_dir() / "roles/llm_server/defaults/main.yml").read_text(encoding="utf-8"))
-    assert (defaults["llm_server_proof_prompt"], defaults["llm_server_proof_max_tokens"]) == (PROOF_PROMPT, PROOF_MAX_TOKENS)
+    names = ("llm_server_proof_prompt", "llm_server_proof_max_tokens", "llm_server_proof_timeout_s")
+    assert [defaults[name] for name in names] == [PROOF_PROMPT, PROOF_MAX_TOKENS, PROOF_TIMEOUT_S]
 
 
 def answer(text: str | None, **extra: Any) -> dict[str, Any]:
