@@ -43,8 +43,8 @@ def test_every_rule_that_refuses_or_warns_has_a_case_on_each_side() -> None:
 
     ids = set(re.findall(r'Rule\(\s*"([a-z0-9-]+)"', source))
     spoken = {name for case in CASES for name in case.get("rules", {})}
-    # Two instances on one port have a test of their own.
-    elsewhere = {"port-twice"}
+    # What two instances must not share has tests of its own.
+    elsewhere = {"port-twice", "model-two-hashes"}
     assert ids - spoken - elsewhere == set()
 
 
@@ -62,6 +62,17 @@ def test_two_instances_on_one_port_are_refused() -> None:
     decided = make_plan(config=config)
     assert decided.verdict == "ok"
     assert [unit.state for unit in decided.units] == ["started", "absent"]
+
+
+def test_one_file_with_two_hashes_is_refused() -> None:
+    def rules_of(second: str) -> set[str]:
+        models = {"a": {"path": "/srv/x", "sha256": "ab" * 32}, "b": {"path": "/srv/x", "sha256": second}}
+        both = {name: {"model": model, "port": 8000 + number} for number, (name, model) in enumerate(models.items())}
+        config = parse_config("h1", {"llama_cpp_backend": "cpu", "llm_server_instances": both})
+        return {rule.id for rule in make_plan(config=config).rules}
+
+    assert "model-two-hashes" in rules_of("cd" * 32)
+    assert rules_of("ab" * 32) == set()
 
 
 def flags(argv: tuple[str, ...]) -> dict[str, str]:

@@ -11,6 +11,8 @@ import yaml
 from ansible.playbook.block import Block
 from ansible.playbook.handler_task_include import HandlerTaskInclude
 
+from v100ctl.catalog import load_catalog
+
 ROLES = Path(__file__).resolve().parents[2] / "roles"
 NAMES = sorted(path.parent.parent.name for path in ROLES.glob("*/tasks/main.yml"))
 TYPES = {"str": str, "int": int, "bool": bool, "list": list, "dict": dict, "path": str, "float": (int, float), "raw": object}
@@ -45,6 +47,14 @@ def test_there_are_roles() -> None:
 def test_argument_specs_and_defaults_are_the_same(role: str) -> None:
     specs = _load(role, "meta/argument_specs.yml")["argument_specs"]
     assert differences(_load(role, "defaults/main.yml"), specs["main"]["options"]) == []
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_platforms_are_the_catalogs(role: str) -> None:
+    platforms = _load(role, "meta/main.yml")["galaxy_info"]["platforms"]
+    claimed = {f"{platform['name'].lower()} {version}" for platform in platforms for version in platform["versions"]}
+    # Galaxy wants code names; a row's name ends in its own: `Debian 12 (bookworm)`.
+    assert claimed == {f"{row.id} {row.name.rpartition('(')[2].rstrip(')')}" for row in load_catalog().distributions}
 
 
 @pytest.mark.parametrize("role", NAMES)

@@ -236,6 +236,18 @@ def fleet_of_one_rules(config: HostConfig) -> Iterator[Rule]:
             yield Rule(
                 "port-twice", "refuse", f"port {port} is given to {' and '.join(names)}", f"`port: {port + 1}` for one of them"
             )
+    hashes: dict[str, set[str]] = {}
+    for spec in config.llm_server_instances.values():
+        if spec.state == "present" and spec.model.path is not None:
+            hashes.setdefault(spec.model.path, set()).add(spec.model.sha256)
+    for path, sha256s in hashes.items():
+        if len(sha256s) > 1:
+            yield Rule(
+                "model-two-hashes",
+                "refuse",
+                f"the model {path} is given with {len(sha256s)} values of sha256: {', '.join(sorted(sha256s))}",
+                f"one: `sha256sum {path}` on the host prints it",
+            )
     if not by_port:
         yield Rule("nothing-to-serve", "info", "no instance is configured for this host", "an entry in `llm_server_instances`")
 
