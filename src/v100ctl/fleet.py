@@ -379,14 +379,18 @@ def load_fleet(
     Args:
         inventory: Paths or anything else Ansible takes after ``-i``; empty means :func:`default_inventory`.
         limit: A host pattern in Ansible's form.
-        vault_password_files: As ``--vault-password-file``.
+        vault_password_files: As ``--vault-password-file``; empty means what Ansible is configured to use.
         vault_password: The vault's password, where it was asked for on the terminal.
 
     Raises:
         InventoryError: it cannot be read, holds no matching host, or a host's variables are wrong.
     """
+    from ansible import constants
     from ansible.errors import AnsibleError
 
+    if not vault_password_files and constants.DEFAULT_VAULT_PASSWORD_FILE:
+        # $ANSIBLE_VAULT_PASSWORD_FILE or ansible.cfg. Handed on to the playbook, which may read another ansible.cfg.
+        vault_password_files = [constants.DEFAULT_VAULT_PASSWORD_FILE]
     sources = [str(item) for item in inventory] or [str(default_inventory())]
     for source in sources:
         if "," not in source and not Path(source).exists():
@@ -414,21 +418,25 @@ def _read_with_ansible(
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
-    from ansible.parsing.vault import VaultSecret, get_file_vault_secret
+    from ansible.parsing.vault import VaultSecret, VaultSecretsContext, get_file_vault_secret
     from ansible.template import Templar
     from ansible.vars.manager import VariableManager
 
     loader = DataLoader()
     secrets: list[tuple[str, Any]] = []
-    for path in vault_password_files or (
-        [os.environ["ANSIBLE_VAULT_PASSWORD_FILE"]] if "ANSIBLE_VAULT_PASSWORD_FILE" in os.environ else []
-    ):
+    for path in vault_password_files:
         secret = get_file_vault_secret(filename=str(path), vault_id="default", loader=loader)
         secret.load()
         secrets.append(("default", secret))
     if vault_password is not None:
         secrets.append(("default", VaultSecret(vault_password.encode())))
     loader.set_vault_secrets(secrets)
+    # The loader's secrets open whole files; single values are decrypted when they are templated, with those of the process.
+    context = VaultSecretsContext.current(optional=True)
+    if context is None:
+        VaultSecretsContext.initialize(VaultSecretsContext(secrets))
+    else:
+        context.secrets = secrets
     manager = InventoryManager(loader=loader, sources=list(sources))
     # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error.
     if not manager.hosts:

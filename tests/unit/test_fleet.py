@@ -117,6 +117,48 @@ def test_other_variables_are_left_alone() -> None:
     parse_config("h1", {"my_own": 1, "llm_server_proof_max_tokens": 4, "ansible_user": "x"})
 
 
+@pytest.fixture
+def vault_inventory(tmp_path: Path) -> Path:
+    """An inventory with one encrypted value, and an encrypted file of group variables; the password is in ``password``."""
+    from ansible.parsing.vault import VaultLib, VaultSecret
+
+    (tmp_path / "password").write_text("of the vault\n")
+    vault = VaultLib([("default", VaultSecret(b"of the vault"))])
+    indented = "".join(f"        {line}\n" for line in vault.encrypt(b"s3cret").decode().splitlines())
+    inventory = tmp_path / "hosts.yml"
+    inventory.write_text(f"all:\n  hosts:\n    h1:\n      ansible_become_password: !vault |\n{indented}")
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/all.yml").write_bytes(vault.encrypt(b"ansible_user: admin\n"))
+    return inventory
+
+
+def test_vault_values_are_read(vault_inventory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ansible import constants
+
+    password = vault_inventory.parent / "password"
+    for _ in range(2):
+        fleet = load_fleet([vault_inventory], vault_password_files=[password])
+        assert fleet.hosts["h1"].variables["ansible_become_password"] == "s3cret"
+        assert fleet.hosts["h1"].variables["ansible_user"] == "admin"
+    fleet = load_fleet([vault_inventory], vault_password="of the vault")
+    assert fleet.hosts["h1"].variables["ansible_become_password"] == "s3cret"
+    assert fleet.vault_arguments == ("--ask-vault-password",)
+    # Without a word the file counts that Ansible is configured for.
+    monkeypatch.setattr(constants, "DEFAULT_VAULT_PASSWORD_FILE", str(password))
+    fleet = load_fleet([vault_inventory])
+    assert fleet.hosts["h1"].variables["ansible_become_password"] == "s3cret"
+    assert fleet.vault_arguments == ("--vault-password-file", str(password))
+
+
+@pytest.mark.parametrize("password", [None, "another"])
+def test_a_vault_that_cannot_be_opened_is_one_error(vault_inventory: Path, password: str | None) -> None:
+    with pytest.raises(InventoryError, match="vault"):
+        load_fleet([vault_inventory], vault_password=password)
+    (vault_inventory.parent / "group_vars/all.yml").write_text("{}\n")
+    with pytest.raises(InventoryError, match="host h1"):
+        load_fleet([vault_inventory], vault_password=password)
+
+
 @pytest.mark.parametrize("content", ["", "[1, 2", "all: {hosts: 5}", "\x00"])
 def test_an_unreadable_inventory_is_one_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "hosts.yml"
