@@ -453,10 +453,12 @@ def _read_with_ansible(
             raise AnsibleError(f"{host.name!r} is not a host name")
         raw = variable_manager.get_vars(host=host, include_hostvars=False)
         templar = Templar(loader=loader, variables=raw)
-        wanted = {name: value for name, value in raw.items() if name.startswith(("ansible_", *VARIABLE_PREFIXES))}
+        # A variable that only looks like ours is kept for its name: it may need facts that are not there yet.
+        wanted = {name: value for name, value in raw.items() if name.startswith("ansible_") or name in CONFIG_VARIABLES}
+        result[host.name] = {name: None for name in raw if name.startswith(VARIABLE_PREFIXES)}
         skipped = ("ansible_facts", "ansible_version", "ansible_playbook_python", "ansible_config_file")
         try:
-            result[host.name] = {name: plain(templar.template(value)) for name, value in wanted.items() if name not in skipped}
+            result[host.name] |= {name: plain(templar.template(value)) for name, value in wanted.items() if name not in skipped}
         except AnsibleError as error:
             raise AnsibleError(f"host {host.name}: {error.message}") from error
     return result

@@ -37,18 +37,18 @@ def filters() -> Mapping[str, Any]:
 
 
 class Lazy(Mapping[str, Any]):
-    """A host's variables as Ansible gives them: each is templated when it is read, and one of them cannot be."""
+    """A host's variables as Ansible gives them: each is templated when it is read, and two of them cannot be."""
 
     def __getitem__(self, name: str) -> Any:
-        if name == "somebody_elses":
+        if name in ("somebody_elses", "llama_farm"):
             raise AssertionError("a variable was read that is none of ours")
         return VARIABLES[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*VARIABLES, "somebody_elses"])
+        return iter([*VARIABLES, "somebody_elses", "llama_farm"])
 
     def __len__(self) -> int:
-        return len(VARIABLES) + 1
+        return len(VARIABLES) + 2
 
 
 def test_plan_is_that_of_the_command_line(filters: Mapping[str, Any]) -> None:

@@ -44,6 +44,16 @@ def test_templates_and_groups_work_as_in_ansible(tmp_path: Path) -> None:
     assert type(fleet.hosts["h1"].variables["llama_cpp_backend"]) is str
 
 
+def test_variables_of_others_need_no_value_yet(tmp_path: Path) -> None:
+    own = {"llama_farm": "{{ ansible_facts['farm'] }}", "farm": "{{ nowhere }}"}
+    model = {**MODEL, "url": None, "from_controller": "{{ inventory_dir }}/x.gguf"}
+    inventory = write_inventory(tmp_path, {"h1": None}, llm_server_instances={"chat": {"model": model}}, **own)
+    (instance,) = load_fleet([inventory]).hosts["h1"].config.llm_server_instances.values()
+    assert instance.model.from_controller == f"{tmp_path}/x.gguf"
+    with pytest.raises(InventoryError, match="`llama_cpp_bild` is not known"):
+        load_fleet([write_inventory(tmp_path, {"h1": None}, llama_cpp_bild="{{ nowhere }}")])
+
+
 def test_limit_narrows_and_builders_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "hosts.yml"
     path.write_text(

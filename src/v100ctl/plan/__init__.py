@@ -15,7 +15,16 @@ from typing import Any
 
 from v100ctl.catalog import Catalog, LlamaCppBuild, load_catalog
 from v100ctl.facts import Facts, ProbeRequest
-from v100ctl.fleet import INSTANCE_NAME, VARIABLE_PREFIXES, HostConfig, InstanceSpec, ModelSpec, parse_config, plain
+from v100ctl.fleet import (
+    CONFIG_VARIABLES,
+    INSTANCE_NAME,
+    VARIABLE_PREFIXES,
+    HostConfig,
+    InstanceSpec,
+    ModelSpec,
+    parse_config,
+    plain,
+)
 from v100ctl.plan import llama_cpp, rules
 from v100ctl.plan.render import MANAGED_HEADER, render
 from v100ctl.plan.types import Account, Directory, HostPlan, Instance, ManagedFile, Model, Release, Rule, Unit
@@ -289,5 +298,6 @@ def from_ansible(variables: Mapping[str, Any], facts: Mapping[str, Any], as_of: 
 
 
 def ansible_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that v100ctl reads (and look-alikes, to catch misspellings), as plain data."""
-    return {name: plain(variables[name]) for name in list(variables) if name.startswith(VARIABLE_PREFIXES)}
+    """The variables that v100ctl reads, as plain data; look-alikes (to catch misspellings) by name only, as they may have no value."""
+    names = [name for name in variables if name.startswith(VARIABLE_PREFIXES)]
+    return {name: plain(variables[name]) if name in CONFIG_VARIABLES else None for name in names}
