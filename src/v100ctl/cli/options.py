@@ -110,7 +110,7 @@ _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = 
         "--timeout",
         "timeout_s",
         type=click.FloatRange(min=1),
-        show_default=f"{DEFAULT_PROBE_TIMEOUT_S:.0f}, with --deep {DEFAULT_DEEP_PROBE_TIMEOUT_S:.0f}",
+        show_default=f"{DEFAULT_PROBE_TIMEOUT_S:.0f}; `audit --deep` {DEFAULT_DEEP_PROBE_TIMEOUT_S:.0f}",
         metavar="SECONDS",
         help="Most time for asking one host.",
     ),
