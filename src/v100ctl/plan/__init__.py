@@ -298,6 +298,6 @@ def from_ansible(variables: Mapping[str, Any], facts: Mapping[str, Any], as_of: 
 
 
 def ansible_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables that v100ctl reads, as plain data. Look-alikes, to catch misspellings, by name only: they may have no value."""
+    """The variables that v100ctl reads, as plain data. Look-alikes come without values: only their names are looked at."""
     names = [name for name in variables if name.startswith(VARIABLE_PREFIXES)]
     return {name: plain(variables[name]) if name in CONFIG_VARIABLES else None for name in names}
