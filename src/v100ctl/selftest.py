@@ -103,7 +103,8 @@ def run_tests(names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, 
     if extra and not names:
         selected = [part for part in selected if any(step.is_pytest for step in part.steps)]
     install_tools(root / "requirements-test.lock")
-    pytest_arguments = [*extra]
+    # The default run has a time budget: what takes long must be seen.
+    pytest_arguments = ["--durations=15", "--durations-min=5", *extra]
     if not slow:
         pytest_arguments += ["-m", "not slow"]
     if keep:
