@@ -49,6 +49,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_accounts(plan, facts, applied),
         *_releases(plan, facts, applied),
         *_models(plan, facts, applied),
+        *_directories(plan, facts, applied),
         *_files(plan, facts, applied),
         *_units(plan, facts, applied),
         *_processes(plan, facts),
@@ -132,6 +133,24 @@ def _models(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterato
         )
 
 
+def _directories(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    kind: Kind = "drifted" if applied else "pending"
+    for directory in plan.directories if plan.instances else ():
+        found = facts.files.get(directory.path)
+
+        def finding(what: str, expected: str, actual: str, path: str = directory.path) -> Finding:
+            return Finding(f"directory.{what}:{path}", kind, "file", "llm_server", expected, actual, "error", _PROVISION)
+
+        # A link to a folder on another disk is an administrator's choice that the roles leave alone.
+        if found is not None and found.kind == "symlink":
+            continue
+        wanted = f"{directory.owner}:{directory.group} {directory.mode}"
+        if found is None or found.kind != "directory":
+            yield finding("missing", "a directory", "absent" if found is None else f"a {found.kind}")
+        elif f"{found.owner}:{found.group} {found.mode}" != wanted:
+            yield finding("mode", wanted, f"{found.owner}:{found.group} {found.mode}")
+
+
 def _files(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
     applied_files = applied.get("files", {})
     if not isinstance(applied_files, Mapping):
@@ -146,8 +165,8 @@ def _file(file: ManagedFile, facts: Facts, applied_files: Mapping[str, Any]) -> 
     applied_sha256 = record.get("sha256") if isinstance(record, Mapping) else None
     found = facts.files.get(file.path)
 
-    def finding(what: str, kind: Kind, expected: str, actual: str, severity: FindingSeverity = "error") -> Finding:
-        return Finding(f"file.{what}:{file.path}", kind, "file", file.role, expected, actual, severity, _PROVISION, file.instance)
+    def finding(what: str, kind: Kind, expected: str, actual: str) -> Finding:
+        return Finding(f"file.{what}:{file.path}", kind, "file", file.role, expected, actual, "error", _PROVISION, file.instance)
 
     if found is None or found.kind != "file":
         actual = "absent" if found is None else f"a {found.kind}"
@@ -163,7 +182,7 @@ def _file(file: ManagedFile, facts: Facts, applied_files: Mapping[str, Any]) -> 
         )
     wanted, actual = f"{file.owner}:{file.group} {file.mode}", f"{found.owner}:{found.group} {found.mode}"
     if wanted != actual:
-        yield finding("mode", "drifted", wanted, actual, "warn")
+        yield finding("mode", "drifted", wanted, actual)
 
 
 def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:

@@ -79,6 +79,10 @@ def applied_facts(decided: HostPlan, **changes: Any) -> Facts:
             item.path: {"exists": True, "size_bytes": item.size_bytes or 1, "sha256": item.sha256} for item in decided.models
         },
         "files": {
+            item.path: {"kind": "directory", "mode": item.mode, "owner": item.owner, "group": item.group}
+            for item in decided.directories
+        }
+        | {
             item.path: {
                 "kind": "file",
                 "sha256": hashlib.sha256(item.content.encode()).hexdigest(),

@@ -30,6 +30,10 @@ def test_a_host_as_planned_is_clean() -> None:
     assert restarts(PLAN.to_role_variables(), facts.model_dump(by_alias=True)) == []
 
 
+def test_a_linked_folder_is_the_administrators_choice() -> None:
+    assert compare(PLAN, faulty({"files": {"/opt/v100ctl": {"kind": "symlink", "mode": "0777"}}})) == ()
+
+
 def test_on_a_bare_host_everything_is_pending() -> None:
     findings = compare(PLAN, make_facts())
     assert {finding.kind for finding in findings} == {"pending"}
@@ -56,6 +60,14 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ),
     ("model replaced", {"models": {MODEL_PATH: {"sha256": "cd" * 32}}}, f"model.wrong:{MODEL_PATH}", "drifted", "file"),
     ("model touched", {"models": {MODEL_PATH: {"sha256": ""}}}, f"model.unverified:{MODEL_PATH}", "drifted", "file"),
+    ("folder removed", {"files": {"/opt/v100ctl": None}}, "directory.missing:/opt/v100ctl", "drifted", "file"),
+    (
+        "folder opened",
+        {"files": {"/etc/v100ctl/instances": {"mode": "0777"}}},
+        "directory.mode:/etc/v100ctl/instances",
+        "drifted",
+        "file",
+    ),
     ("unit file removed", {"files": {UNIT_FILE: None}}, f"file.missing:{UNIT_FILE}", "drifted", "file"),
     ("unit file is a link", {"files": {UNIT_FILE: {"kind": "symlink"}}}, f"file.missing:{UNIT_FILE}", "drifted", "file"),
     (

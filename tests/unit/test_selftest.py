@@ -17,6 +17,9 @@ from v100ctl import selftest
 from v100ctl.errors import UsageError, V100ctlError
 from v100ctl.selftest import Part, Step, describe, find_parts, install_tools, run_program, run_tests, select
 
+#: Asked of every pytest, so that slow tests are seen.
+DURATIONS = "--durations=15 --durations-min=5"
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -183,13 +186,13 @@ def test_program_that_is_not_there_fails(run: Run) -> None:
 
 def test_slow_tests_are_asked_for(run: Run) -> None:
     part = Part("a", "first", (shell("a", 'echo "$0 $*"', is_pytest=True),))
-    assert "-m not slow" in run([part])[1]
-    assert "-m not slow" not in run([part], slow=True)[1]
+    assert f"{DURATIONS} -m not slow" in run([part])[1]
+    assert DURATIONS in run([part], slow=True)[1]
 
 
 def test_hosts_are_kept_by_pytest_and_molecule(run: Run, tmp_path: Path) -> None:
     tests = Part("a", "first", (shell("a", 'echo "$0 $*"', is_pytest=True),))
-    assert "-m not slow --lab-keep" in run([tests], keep=True)[1]
+    assert f"{DURATIONS} -m not slow --lab-keep" in run([tests], keep=True)[1]
     scenario = Part("b", "second", (Step("b", ("molecule", "test")),))
     (step,) = selftest._with_arguments(scenario, [], keep=True).steps
     assert step.argv == ("molecule", "test", "--destroy=never")
@@ -201,7 +204,7 @@ def test_expression_runs_only_tests_and_may_match_in_one_part_alone(run: Run) ->
     lint = Part("lint", "lints", (shell("c", "echo linted"),))
     code, lines, _ = run([matching, empty, lint], extra=["-k", "x y"])
     assert (code, lines[-1]) == (0, "1 passed, 0 failed")
-    assert "-k x y -m not slow" in lines
+    assert f"{DURATIONS} -k x y -m not slow" in lines
     assert "linted" not in lines
 
 

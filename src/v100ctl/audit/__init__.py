@@ -33,11 +33,13 @@ class AuditReport:
 
     @property
     def exit_code(self) -> int:
-        """1 before 2 before 0, over all hosts."""
+        """1 before 2 before 0, over all hosts; 2 where a finding is more than a warning."""
         statuses = {self.status(name) for name in self.hosts}
         if statuses & {"unreachable", "error"}:
             return EXIT_ERROR
-        return EXIT_DIFFERENCES if "drift" in statuses else EXIT_OK
+        findings = [finding for state in self.hosts.values() for finding in state.findings]
+        # Warnings alone are no failure: a timer that runs this must not cry for them.
+        return EXIT_DIFFERENCES if any(finding.severity in ("error", "critical") for finding in findings) else EXIT_OK
 
     def to_json(self) -> dict[str, Any]:
         """The document of the contract ``v100ctl/audit/1``."""

@@ -21,7 +21,6 @@ def command(
     output_format: str,
     output: Path | None,
     no_color: bool,
-    verbosity: int,
 ) -> int:
     """Report where hosts differ from their plan: packages, releases, models, files, units, processes, services.
 

@@ -133,13 +133,13 @@ def host_options(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def output_options(command: _Command) -> _Command:
-    """``--json``, ``--no-color`` and ``-v``."""
-    for option in (
-        click.option("-v", "--verbose", "verbosity", count=True, help="Say more; twice for Ansible's own detail."),
-        click.option("--no-color", is_flag=True, help="No colours (NO_COLOR does the same)."),
-    ):
-        command = option(command)
-    return command
+    """``--no-color``."""
+    return click.option("--no-color", is_flag=True, help="No colours (NO_COLOR does the same).")(command)
+
+
+def verbosity_option(command: _Command) -> _Command:
+    """``-v``, for commands that run Ansible."""
+    return click.option("-v", "--verbose", "verbosity", count=True, help="More of Ansible's own detail in its log.")(command)
 
 
 def launcher_options(command: _Command) -> _Command:

@@ -29,7 +29,6 @@ def command(
     output_format: str,
     output: Path | None,
     no_color: bool,
-    verbosity: int,
 ) -> int:
     """Show what would change on which host and why; touch nothing.
 

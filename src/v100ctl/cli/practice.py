@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from v100ctl.cli.options import launcher_options, output_options, today, write_table
+from v100ctl.cli.options import launcher_options, output_options, today, verbosity_option, write_table
 from v100ctl.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.option("--purge", is_flag=True, help="Remove the practice host, its image, all caches, keys and logs.")
 @launcher_options
 @output_options
+@verbosity_option
 def command(question: str | None, take_down: bool, purge: bool, no_color: bool, verbosity: int) -> int:
     """Do the main job on a throw-away host.
 

@@ -10,7 +10,7 @@ import click
 import yaml
 from click.core import ParameterSource
 
-from v100ctl.cli.options import HostOptions, host_options, output_options, today, write_table
+from v100ctl.cli.options import HostOptions, host_options, output_options, today, verbosity_option, write_table
 from v100ctl.errors import InventoryError, UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _WITHOUT_INVENTORY = {
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @output_options
+@verbosity_option
 def command(
     targets: tuple[str, ...],
     hosts: HostOptions,

@@ -56,6 +56,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     present = {name: spec for name, spec in config.llm_server_instances.items() if spec.state == "present"}
     row = load_catalog().llama_cpp_build(config.llama_cpp_build)
     return ProbeRequest(
+        files=tuple(directory.path for directory in _directories()),
         models=tuple(sorted({model_path(spec.model) for spec in present.values()})),
         health={name: _url(spec, row.health_path) for name, spec in present.items()} if row else {},
         deep=deep,
