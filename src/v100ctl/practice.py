@@ -20,7 +20,7 @@ from v100ctl.errors import EXIT_ERROR, LabError, V100ctlError
 from v100ctl.fleet import BUILDERS_GROUP
 from v100ctl.lab import lab_dir
 from v100ctl.lab.engine import docker_is_installed, engine_answers, engine_errors, ensure_docker, stop_engine
-from v100ctl.lab.locks import exclusive
+from v100ctl.locks import exclusive
 from v100ctl.paths import cache_dir, state_dir
 
 if TYPE_CHECKING:

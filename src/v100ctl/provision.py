@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -14,6 +16,8 @@ from v100ctl.apply import Secrets as AnsibleSecrets
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
+from v100ctl.locks import exclusive
+from v100ctl.paths import state_dir
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
 from v100ctl.probe.connection import ConfirmHostKey
@@ -108,23 +112,24 @@ def provision(
         if not check:
             _fetch([examined[name] for name in to_apply], reporter)
         # ansible-playbook stays the one way in which a host is changed, so `--check` shows Ansible's own view too.
-        applied = run_playbook(
-            "provision",
-            fleet.sources if fleet.document is None else fleet.document,
-            to_apply,
-            check=check,
-            passwords=AnsibleSecrets(
-                connection_password=access.secrets.connection_password,
-                become_password=access.secrets.become_password,
-                vault_password=fleet.vault_password,
-            ),
-            vault_arguments=fleet.vault_arguments,
-            reporter=reporter,
-            verbosity=verbosity,
-            forks=access.forks,
-            # The plan of this very run: a run over midnight must not decide anew in the middle.
-            extra_vars={"v100ctl_as_of": as_of.isoformat()},
-        )
+        with _alone_on([examined[name] for name in to_apply], reporter):
+            applied = run_playbook(
+                "provision",
+                fleet.sources if fleet.document is None else fleet.document,
+                to_apply,
+                check=check,
+                passwords=AnsibleSecrets(
+                    connection_password=access.secrets.connection_password,
+                    become_password=access.secrets.become_password,
+                    vault_password=fleet.vault_password,
+                ),
+                vault_arguments=fleet.vault_arguments,
+                reporter=reporter,
+                verbosity=verbosity,
+                forks=access.forks,
+                # The plan of this very run: a run over midnight must not decide anew in the middle.
+                extra_vars={"v100ctl_as_of": as_of.isoformat()},
+            )
         log_path = applied.log_path
         results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check)
     if not check:
@@ -145,6 +150,27 @@ def _confirm_host_key(access: Access, reporter: Reporter) -> ConfirmHostKey:
             return ask_person(question)
 
     return confirm
+
+
+@contextlib.contextmanager
+def _alone_on(states: Sequence[Examined], reporter: Reporter) -> Iterator[None]:
+    """Keeps another v100ctl of this account from changing the same hosts at the same time."""
+    with contextlib.ExitStack() as held:
+        # In one order for everybody: two runs over overlapping hosts must not wait for each other.
+        for state in sorted(states, key=_lock_name):
+
+            def waiting(name: str = state.host.name) -> None:
+                reporter.note(f"another v100ctl is provisioning {name}; waiting for it")
+
+            held.enter_context(exclusive(state_dir() / "locks" / _lock_name(state), waiting))
+        yield
+
+
+def _lock_name(state: Examined) -> str:
+    """A file name for the host, by where it is and not by what an inventory calls it."""
+    connection = state.connection
+    where = f"{connection.address}:{connection.port}" if connection and connection.kind == "ssh" else state.host.name
+    return hashlib.sha256(where.encode()).hexdigest()[:24]
 
 
 def _count(number: int, noun: str) -> str:

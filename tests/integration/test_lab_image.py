@@ -26,9 +26,10 @@ import docker
 import pytest
 from docker.errors import ImageNotFound
 
+from v100ctl import locks
 from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import LabError
-from v100ctl.lab import image, locks
+from v100ctl.lab import image
 from v100ctl.lab.engine import Daemon, ensure_docker
 from v100ctl.lab.hosts import Lab
 from v100ctl.lab.image import IMAGE_LABEL, Recipe, ensure_image, remove_images

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.probe import Connection, PythonMissingError
-from v100ctl.provision import HostResult, HostStatus, ProvisionResult, _early_result, _refuse_many_restarts, provision
+from v100ctl.provision import HostResult, HostStatus, ProvisionResult, _alone_on, _early_result, _refuse_many_restarts, provision
 
 from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 
@@ -63,6 +66,30 @@ def test_a_host_that_cannot_be_provisioned_is_said_early() -> None:
     assert "systemd-missing" in refused.message
     assert "nothing was changed" in refused.message
     assert _early_result(examined(BARE)) is None
+
+
+def test_two_runs_do_not_change_one_host_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    connection = Connection(host="h1", address="192.0.2.1", port=22)
+    # The same machine under two names is one host.
+    here = dataclasses.replace(examined(BARE), connection=connection)
+    there = dataclasses.replace(here, connection=dataclasses.replace(connection, host="h2"))
+    said = io.StringIO()
+    reporter = make_reporter(stream=said)
+    entered = threading.Event()
+
+    def second() -> None:
+        with _alone_on([there], reporter):
+            entered.set()
+
+    with _alone_on([here], reporter):
+        thread = threading.Thread(target=second)
+        thread.start()
+        while "waiting for it" not in said.getvalue():
+            time.sleep(0.01)
+        assert not entered.is_set()
+    thread.join(10)
+    assert entered.is_set()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from docker.errors import APIError, DockerException
 from v100ctl.apply.reporter import Reporter
 from v100ctl.errors import LabError
 from v100ctl.lab import lab_dir
-from v100ctl.lab.locks import exclusive
+from v100ctl.locks import exclusive
 
 #: What Docker Engine needs from Debian's and Ubuntu's archives. ``docker.io`` does without iptables only on paper.
 ENGINE_PACKAGES = ("docker.io", "iptables")

@@ -36,7 +36,7 @@ from v100ctl.lab import LABEL, lab_dir
 from v100ctl.lab.containers import execute, put_file, remove_container
 from v100ctl.lab.engine import engine_errors
 from v100ctl.lab.image import ADMIN, AUTHORIZED_KEYS, apt_settings
-from v100ctl.lab.locks import exclusive
+from v100ctl.locks import exclusive
 
 #: The lab folder that a host belongs to: another user's hosts, on the same engine, are theirs.
 FOLDER_LABEL = f"{LABEL}.folder"

@@ -36,7 +36,7 @@ from v100ctl.errors import LabError
 from v100ctl.lab import LABEL, lab_dir
 from v100ctl.lab.containers import execute, put_file, remove_container
 from v100ctl.lab.engine import engine_errors, explanation, install_packages, os_release
-from v100ctl.lab.locks import exclusive
+from v100ctl.locks import exclusive
 
 REPOSITORY = "v100ctl/lab-host"
 #: On the image and whatever is made on the way to it; the value is the recipe's digest.
