@@ -7,17 +7,20 @@ The defaults come from ``roles/*/defaults/main.yml``, so that plain ``ansible-pl
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import io
 import ipaddress
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TextIO
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -385,8 +388,19 @@ def load_fleet(
     Raises:
         InventoryError: it cannot be read, holds no matching host, or a host's variables are wrong.
     """
-    from ansible import constants
     from ansible.errors import AnsibleError
+
+    try:
+        # Importing these reads ansible.cfg and the environment. The display looks at stderr once, when it is made.
+        from ansible import constants
+        from ansible.utils.display import Display
+
+        Display()
+    except AnsibleError as error:
+        raise InventoryError(
+            f"Ansible's own settings are wrong: {' '.join(error.message.split())}",
+            hint="mend ansible.cfg, the file that $ANSIBLE_CONFIG names, or the environment variable that is named here",
+        ) from error
 
     if not vault_password_files and constants.DEFAULT_VAULT_PASSWORD_FILE:
         # $ANSIBLE_VAULT_PASSWORD_FILE or ansible.cfg. Handed on to the playbook, which may read another ansible.cfg.
@@ -396,9 +410,12 @@ def load_fleet(
         if "," not in source and not Path(source).exists():
             raise InventoryError(f"inventory {source} does not exist", hint="name another with `-i PATH`, or `v100ctl init DIR`")
     try:
-        variables = _read_with_ansible(sources, limit, vault_password_files, vault_password)
+        with contextlib.redirect_stderr(_Cleaned(sys.stderr)):
+            variables = _read_with_ansible(sources, limit, vault_password_files, vault_password)
     except AnsibleError as error:
-        raise InventoryError(f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}") from error
+        raise InventoryError(
+            f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}", hint=_read_hint(error.message)
+        ) from error
     if not variables:
         wanted = f" that match `{limit}`" if limit else ""
         raise InventoryError(
@@ -411,10 +428,51 @@ def load_fleet(
     return Fleet(hosts=hosts, sources=tuple(sources), vault_arguments=tuple(vault), vault_password=vault_password)
 
 
+class _Cleaned(io.StringIO):
+    """Ansible's warnings quote files and what inventory scripts print: nothing in them may reach a terminal as a command."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        from v100ctl.apply.reporter import clean
+
+        self._stream.write(clean(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def _read_hint(message: str) -> str | None:
+    if "decrypt" in message:
+        return "give the vault's password with `--vault-password-file FILE` or `--ask-vault-pass`"
+    if "failed to parse inventory source" in message:
+        return "Ansible's reasons stand above; where it says that it cannot decrypt, add `--vault-password-file FILE`"
+    return None
+
+
+def _narrow(manager: Any, limit: str) -> None:
+    """Ansible's ``--limit``, without the patterns for which Ansible quietly takes all hosts."""
+    if not limit.startswith("@") and limit.count("[") != limit.count("]"):
+        raise InventoryError(
+            f"the limit `{limit}` has a bracket without its other half",
+            hint="write names as `gpu*`, places in a group as `group[0:3]`",
+        )
+    try:
+        manager.subset(limit)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InventoryError(f"the file of the limit `{limit}` cannot be read: {error}") from error
+    if not any(manager._subset):
+        raise InventoryError(f"the limit `{limit}` names no host", hint="leave `--limit` out to take all hosts")
+
+
 def _read_with_ansible(
     sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], vault_password: str | None
 ) -> dict[str, dict[str, Any]]:
     # Imported here: Ansible takes a third of a second to import, and `--help` needs none of it.
+    from ansible import constants
     from ansible.errors import AnsibleError
     from ansible.inventory.manager import InventoryManager
     from ansible.parsing.dataloader import DataLoader
@@ -437,12 +495,14 @@ def _read_with_ansible(
         VaultSecretsContext.initialize(VaultSecretsContext(secrets))
     else:
         context.secrets = secrets
+    # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error: the hosts of
+    # that source would be missing without a word.
+    constants.INVENTORY_ANY_UNPARSED_IS_FAILED = True
     manager = InventoryManager(loader=loader, sources=list(sources))
-    # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error.
     if not manager.hosts:
         raise AnsibleError("no hosts could be read from it")
-    if limit:
-        manager.subset(limit)
+    if limit is not None:
+        _narrow(manager, limit)
     variable_manager = VariableManager(loader=loader, inventory=manager)
     builders = {host.name for host in manager.get_hosts(BUILDERS_GROUP)} if BUILDERS_GROUP in manager.groups else set()
     result: dict[str, dict[str, Any]] = {}

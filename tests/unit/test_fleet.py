@@ -65,6 +65,38 @@ def test_limit_narrows_and_builders_are_left_out(tmp_path: Path) -> None:
         load_fleet([path], "nothing")
 
 
+@pytest.mark.parametrize("limit", ["", " ", ",", "[", "~[", "all:!h[1", "@empty", "@latin1", "@missing"])
+def test_a_limit_that_ansible_would_take_for_all_hosts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    inventory = write_inventory(tmp_path, {"h1": {}, "h2": {}})
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text("\n")
+    Path("latin1").write_bytes(b"h\xfc\n")
+    with pytest.raises(InventoryError, match="limit"):
+        load_fleet([inventory], limit)
+
+
+@pytest.mark.parametrize("limit", ["h1", "all[0]", "~h[1]", "all:!h2", "@hosts", "h1,"])
+def test_usual_limits_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    inventory = write_inventory(tmp_path, {"h1": {}, "h2": {}})
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("h1\n")
+    assert list(load_fleet([inventory], limit).hosts) == ["h1"]
+
+
+def test_no_source_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inventory = write_inventory(tmp_path, {"h1": {}})
+    script = tmp_path / "script.sh"
+    script.write_text("#!/bin/sh\nprintf '\\033[31mred' >&2; exit 3\n")
+    script.chmod(0o755)
+    with pytest.raises(InventoryError, match=r"script\.sh"):
+        load_fleet([inventory, script])
+    said = capsys.readouterr().err
+    assert "red" in said
+    assert "\x1b" not in said
+
+
 def test_one_host_changes_one_key(tmp_path: Path) -> None:
     inventory = write_inventory(
         tmp_path,
