@@ -143,6 +143,13 @@ def test_plan_offline_needs_no_host(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(output.read_text()) == document
     facts.write_text("{")
     assert run(["plan", *inventory, "--offline", "--facts", str(facts)]) == 64
+    facts.write_text('{"schema": "v100ctl/facts/9"}')
+    capsys.readouterr()
+    assert run(["plan", *inventory, "--offline", "--facts", str(facts)]) == 64
+    assert "v100ctl/facts/9" in capsys.readouterr().err
+    facts.write_text('{"machine": ["\\u001b[31m"]}')
+    assert run(["plan", *inventory, "--offline", "--facts", str(facts)]) == 64
+    assert "valid string at machine)" in capsys.readouterr().err
 
 
 def test_a_report_never_replaces_a_device_or_a_link(tmp_path: Path) -> None:
@@ -232,6 +239,56 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         process.stdout = None
         _, err = process.communicate(b"")
     assert (process.returncode, err) == (0, b"")
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 64
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("Usage:")
+
+
+@pytest.mark.parametrize("value", ["2020-13-45", "9" * 5000, "[" * 5000, "["])
+def test_a_setting_that_yaml_cannot_read_is_wrong_usage(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["provision", "h1", "--model", "/m.gguf", "--model-sha256", "0" * 64, "--set", f"threads={value}"]
+    assert run(arguments) == 64
+    assert "the value is not YAML" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "0"])
+def test_a_time_limit_is_a_time(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--timeout", value]) == 64
+    assert "--timeout" in capsys.readouterr().err
+
+
+def test_wrong_settings_of_ansible_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "ansible.cfg").write_text("[defaults\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "v100ctl", "plan", "-i", "h1,"],
+        env=os.environ | {"ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Ansible's own settings are wrong")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_that_takes_nothing_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "v100ctl", "--help"], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: the output: No space left")
+
+
+def test_a_dash_is_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from v100ctl.cli.options import write_output
+
+    monkeypatch.chdir(tmp_path)
+    write_output("text", Path("-"))
+    assert capsys.readouterr().out == "text\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

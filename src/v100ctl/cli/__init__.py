@@ -92,6 +92,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         result: Any = cli.main(
             args=list(arguments) if arguments is not None else None, prog_name="v100ctl", standalone_mode=False
         )
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
     except click.UsageError as error:
         usage = error.ctx.get_usage() if error.ctx else ""
         if usage:
@@ -107,6 +110,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted", "run the same command again: it goes on from what is there")
         return EXIT_INTERRUPTED
+    except OSError as error:
+        # No room, no permission, a read-only disk: the file and the system's reason say it all.
+        _print_error(f"{error.filename or 'the output'}: {error.strerror or error}", None)
+        return EXIT_ERROR
     except SystemExit:
         # click exits so, and in no other case, when the reader of stdout has gone (`| head`): not an error.
         return EXIT_OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import re
 import sys
@@ -79,6 +80,17 @@ class HostOptions:
         )
 
 
+#: A week. Waiting has an end that the system's clocks can hold.
+_LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
+
+
+def _not_nan(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    # `nan` passes every range.
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"{value} is not a number of seconds", ctx, parameter)
+    return value
+
+
 _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "-i",
@@ -109,7 +121,8 @@ _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = 
     click.option(
         "--timeout",
         "timeout_s",
-        type=click.FloatRange(min=1),
+        type=click.FloatRange(min=1, max=_LONGEST_TIMEOUT_S),
+        callback=_not_nan,
         show_default=f"{DEFAULT_PROBE_TIMEOUT_S:.0f}; `audit --deep` {DEFAULT_DEEP_PROBE_TIMEOUT_S:.0f}",
         metavar="SECONDS",
         help="Most time for asking one host.",
@@ -186,7 +199,7 @@ def write_output(text: str, output: Path | None) -> None:
         V100ctlError: the file cannot be written.
     """
     text = text.rstrip("\n") + "\n"
-    if output is None:
+    if output is None or str(output) == "-":
         click.echo(text, nl=False)
         return
     try:

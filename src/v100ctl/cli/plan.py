@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
+from v100ctl.errors import UsageError, V100ctlError
+
+if TYPE_CHECKING:
+    from v100ctl.facts import Facts
 
 
 @click.command("plan", short_help="Show what would change on which host and why; touch nothing.")
@@ -36,7 +41,6 @@ def command(
     """
     from v100ctl.cli.show import changes_table, console, print_host, print_rules
     from v100ctl.examine import decide, examine
-    from v100ctl.facts import Facts
     from v100ctl.plan.report import exit_code, host_document, plan_document
 
     if offline != (facts_file is not None):
@@ -47,11 +51,7 @@ def command(
         if len(fleet.hosts) != 1:
             raise click.UsageError(f"--facts is for one host, the inventory has {len(fleet.hosts)}: choose one with --limit")
         (host,) = fleet.hosts.values()
-        try:
-            facts = Facts.model_validate_json(facts_file.read_bytes())
-        except ValueError as error:
-            raise click.BadParameter(f"{facts_file} is not a probe's document: {error}", param_hint="--facts") from error
-        examined = {host.name: decide(host, None, facts, as_of=as_of)}
+        examined = {host.name: decide(host, None, _read_facts(facts_file), as_of=as_of)}
     else:
         access = hosts.access()
         examined = examine(list(fleet.hosts.values()), access, as_of=as_of)
@@ -71,3 +71,24 @@ def command(
                 out.print("  nothing would change")
     write_table(captured.get(), output)
     return exit_code(document)
+
+
+def _read_facts(path: Path) -> Facts:
+    from pydantic import ValidationError
+
+    from v100ctl.facts import FACTS_SCHEMA, Facts
+    from v100ctl.probe.run import HOST_SCRIPT, facts_problem
+
+    try:
+        facts = Facts.model_validate_json(path.read_bytes())
+        if facts.schema_id == FACTS_SCHEMA:
+            return facts
+        problem = f"its schema is {facts.schema_id}, not {FACTS_SCHEMA}"
+    except OSError as error:
+        raise V100ctlError(f"{path} cannot be read: {error.strerror}", hint="name another file with `--facts FILE`") from error
+    except ValidationError as error:
+        problem = facts_problem(error)
+    raise UsageError(
+        f"--facts: {path} is not a probe's document ({problem})",
+        hint=f"run as root on the host, `python3 {shlex.quote(str(HOST_SCRIPT))} --request '{{}}'` prints one",
+    )

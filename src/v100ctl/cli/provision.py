@@ -153,7 +153,8 @@ def _instance(model: str, model_sha256: str | None, port: int, settings: tuple[s
             raise UsageError(f"--set {setting}: write it as KEY=VALUE")
         try:
             values[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            # A date that no calendar has and a number of too many digits are a ValueError there.
             raise UsageError(f"--set {setting}: the value is not YAML") from error
     source = "url" if model.startswith(("http://", "https://")) else "path"
     return {"model": {source: model, "sha256": model_sha256}, "port": port, "settings": values}

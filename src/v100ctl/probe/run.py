@@ -180,13 +180,18 @@ def parse_facts(host: str, document: bytes) -> Facts:
     try:
         return Facts.model_validate_json(document)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        place = ".".join(printable(str(part), 60) for part in problem["loc"])
-        reason = printable(problem["msg"], 120) + (f" at {place}" if place else "")
+        reason = facts_problem(error)
     raise ProbeError(
         f"{host}: the probe did not return a usable document ({reason}): {printable(document)}",
         hint="something on the host may print into every login (`~/.bashrc`), or is not what it says it is",
     )
+
+
+def facts_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with a document, and where, on one line."""
+    problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    place = ".".join(printable(str(part), 60) for part in problem["loc"])
+    return printable(problem["msg"], 120) + (f" at {place}" if place else "")
 
 
 def _python_missing(connection: Connection, done: Result) -> PythonMissingError:
