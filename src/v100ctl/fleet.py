@@ -12,6 +12,7 @@ import difflib
 import functools
 import io
 import ipaddress
+import json
 import os
 import re
 import sys
@@ -83,6 +84,8 @@ Sha256 = Annotated[str, AfterValidator(_lower_hex_sha256)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 Argument = Annotated[str, AfterValidator(_without_nul)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
+#: Engines read their numbers as `int`.
+_INT32_MAX = 2**31 - 1
 KvCacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 
 
@@ -109,8 +112,10 @@ class ModelSpec(_Config):
             raise ValueError(
                 f"give exactly one of `path`, `url`, `from_controller`, `pypi` (found: {', '.join(given) or 'none'})"
             )
-        if self.url is not None and not re.match(r"https?://", self.url):
-            raise ValueError("`url` must start with https:// or http://")
+        if self.path is not None and self.path.endswith("/"):
+            raise ValueError("`path` must name a file")
+        if self.url is not None and not re.fullmatch(r"https?://[^\s/?#]+\S*", self.url):
+            raise ValueError("`url` must start with https:// or http://, name a host and hold no blanks")
         if self.pypi is not None:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+", self.pypi):
                 raise ValueError("`pypi` must be NAME==VERSION")
@@ -130,27 +135,27 @@ class ModelSpec(_Config):
 class Sampling(_Config):
     """The server's defaults for requests that do not say."""
 
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=_INT32_MAX)
     min_p: float | None = Field(default=None, ge=0, le=1)
 
 
 class Settings(_Config):
     """What is meant, independent of how an engine spells it (the catalog knows that)."""
 
-    context_length: int | None = Field(default=None, ge=1, description="tokens one request may use")
+    context_length: int | None = Field(default=None, ge=1, le=_INT32_MAX, description="tokens one request may use")
     parallel: int | None = Field(default=None, ge=1, le=256, description="requests at once")
     kv_unified: bool | None = None
-    batch_size: int | None = Field(default=None, ge=1)
-    ubatch_size: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    ubatch_size: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     kv_cache_type_k: KvCacheType | None = None
     kv_cache_type_v: KvCacheType | None = None
     flash_attention: Literal["on", "off", "auto"] | None = None
-    gpu_layers: int | None = Field(default=None, ge=0)
+    gpu_layers: int | None = Field(default=None, ge=0, le=_INT32_MAX)
     split_mode: Literal["none", "layer"] | None = None
-    threads: int | None = Field(default=None, ge=1)
-    threads_batch: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    threads_batch: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     load_mode: Literal["mmap", "none", "mlock", "mmap+mlock", "dio", "auto"] | None = None
     sampling: Sampling | None = None
     served_model_name: Argument | None = Field(default=None, min_length=1)
@@ -163,6 +168,12 @@ class Settings(_Config):
         if isinstance(data, Mapping) and isinstance(data.get("flash_attention"), bool):
             return {**data, "flash_attention": "on" if data["flash_attention"] else "off"}
         return data
+
+    @model_validator(mode="after")
+    def _whole_context(self) -> Self:
+        if (self.context_length or 1) * (self.parallel or 1) > _INT32_MAX:
+            raise ValueError(f"`context_length` times `parallel` must not be above {_INT32_MAX}")
+        return self
 
 
 class InstanceSpec(_Config):
@@ -319,6 +330,13 @@ def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
         )
     values["llm_server_instances"] = _merge(instances, overrides)
     try:
+        json.dumps(values, ensure_ascii=False, skipkeys=True, default=str).encode()
+    except UnicodeEncodeError as error:
+        # From a file in another encoding or from the command line: no file, hash or argument could be made of it.
+        raise InventoryError(
+            f"host {host}: a variable holds bytes that are not UTF-8", hint="save the inventory and its variables as UTF-8"
+        ) from error
+    try:
         return HostConfig.model_validate(values)
     except ValidationError as error:
         raise _explain(host, error) from error
@@ -399,7 +417,7 @@ def load_fleet(
     except AnsibleError as error:
         raise InventoryError(
             f"Ansible's own settings are wrong: {' '.join(error.message.split())}",
-            hint="mend ansible.cfg, the file that $ANSIBLE_CONFIG names, or the environment variable that is named here",
+            hint="mend ansible.cfg, the file in $ANSIBLE_CONFIG or that variable; without a home folder set $ANSIBLE_HOME",
         ) from error
 
     if not vault_password_files and constants.DEFAULT_VAULT_PASSWORD_FILE:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from v100ctl.errors import V100ctlError
+
 
 @contextmanager
 def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
@@ -16,9 +18,18 @@ def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
     Args:
         path: The lock file. It is made where needed and stays: removing it would let two programs hold two files of one name.
         on_wait: Called once when somebody else holds the lock, before waiting for them.
+
+    Raises:
+        V100ctlError: The lock file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise V100ctlError(
+            f"{error.filename or path} cannot be written: {error.strerror}",
+            hint="set $HOME or $XDG_STATE_HOME to a folder that you may write",
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -134,6 +134,21 @@ def test_one_host_changes_one_key(tmp_path: Path) -> None:
         ({"llm_server_instances": []}, "must be a mapping", None),
         ({"llm_server_instance_overrides": {"other": {}}}, "names other", "known here: none"),
         ({"llama_cpp_backend": "rocm"}, "llama_cpp_backend", None),
+        ({"llm_server_instances": {"chat": {"model": MODEL, "settings": {"threads": 2**31}}}}, "2147483647", None),
+        (
+            {"llm_server_instances": {"chat": {"model": MODEL, "settings": {"context_length": 2**24, "parallel": 128}}}},
+            "times `parallel`",
+            None,
+        ),
+        (
+            {"llm_server_instances": {"chat": {"model": MODEL, "settings": {"sampling": {"temperature": float("inf")}}}}},
+            "finite",
+            None,
+        ),
+        ({"llm_server_instances": {"chat": {"model": MODEL, "extra_args": ["\udcff"]}}}, "not UTF-8", "UTF-8"),
+        ({"llm_server_instances": {"chat": {"model": {"path": "/", "sha256": "a" * 64}}}}, "name a file", None),
+        ({"llm_server_instances": {"chat": {"model": {"url": "https://", "sha256": "a" * 64}}}}, "name a host", None),
+        ({"llm_server_instances": {"chat": {"model": {"url": "https://a/b c", "sha256": "a" * 64}}}}, "no blanks", None),
     ],
 )
 def test_a_wrong_value_is_named_with_its_host(variables: dict[str, Any], message: str, hint: str | None) -> None:
@@ -142,6 +157,14 @@ def test_a_wrong_value_is_named_with_its_host(variables: dict[str, Any], message
     assert caught.value.message.startswith("host gpu7: ")
     if hint is not None:
         assert hint in (caught.value.hint or "")
+
+
+def test_the_greatest_values_are_taken() -> None:
+    settings = {"context_length": 2**24, "parallel": 127, "threads": 2**31 - 1, "sampling": {"temperature": 0}}
+    model = {"url": "https://example.org/a%20b.gguf?x=1", "sha256": "a" * 64}
+    instances = {"chat": {"model": model, "settings": settings, "extra_args": ["\u00e9"]}}
+    config = parse_config("h1", {"llm_server_instances": instances})
+    assert config.llm_server_instances["chat"].settings.context_length == 2**24
 
 
 def test_yaml_booleans_are_flash_attention_values() -> None:

@@ -230,7 +230,7 @@ def test_a_damaged_host_json_is_no_obstacle(document: dict[str, Any]) -> None:
 def test_fetched_models_are_named_by_their_hash() -> None:
     (model,) = make_plan().models
     assert model.path == "/var/lib/v100ctl/models/abababababab-tiny.gguf"
-    hostile = {"model": {"url": "https://x.example/a%20b;rm -rf/..", "sha256": "cd" * 32}}
+    hostile = {"model": {"url": "https://x.example/a%20b;rm&-rf/..", "sha256": "cd" * 32}}
     (model,) = make_plan(config=make_config(hostile)).models
     assert model.path.startswith("/var/lib/v100ctl/models/cdcdcdcdcdcd-")
     assert "/" not in model.path.removeprefix("/var/lib/v100ctl/models/")
