@@ -39,9 +39,8 @@ class Command:
 
 def practice_inventory() -> str:
     """The inventory that `try` wrote."""
-    from v100ctl.practice import inventory_path
-
-    path = inventory_path()
+    code = "from v100ctl.practice import inventory_path; print(inventory_path())"
+    path = Path(subprocess.run([VENV_BIN / "python", "-c", code], check=True, capture_output=True, text=True).stdout.strip())
     if not path.is_file():
         sys.exit("there is no practice host: run `./v100ctl try` first")
     return str(path)
@@ -131,5 +130,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "src"))
     sys.exit(main())
