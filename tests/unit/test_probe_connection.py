@@ -243,3 +243,16 @@ def test_jump_hosts(jump: str, arguments: str, expected: list[str]) -> None:
     connection = Connection.from_vars("web1", {"ansible_ssh_common_args": arguments})
     target = SshTarget(hostname="10.0.0.1", port=22, user="u", proxy_jump=jump)
     assert jump_command(connection, target) == ["ssh", "-W", "[10.0.0.1]:22", *expected]
+
+
+@pytest.mark.parametrize("value", ["'", " "])
+def test_an_interpreter_that_is_no_command_is_refused(value: str) -> None:
+    with pytest.raises(InventoryError, match="ansible_python_interpreter"):
+        Connection.from_vars("h1", {"ansible_python_interpreter": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "taken"), [("/usr/bin/env python3", "/usr/bin/env python3"), ("auto_silent", None), ("", None)]
+)
+def test_an_interpreter_may_have_arguments_or_be_found(value: str, taken: str | None) -> None:
+    assert Connection.from_vars("h1", {"ansible_python_interpreter": value}).python_interpreter == taken

@@ -251,7 +251,11 @@ class _Reader:
     def interpreter(self) -> str | None:
         """A set path; ``None`` where it is to be found, which is what Ansible's ``auto*`` words mean too."""
         value = self.string("ansible_python_interpreter")
-        return None if value is None or value.startswith("auto") else value
+        if value is None or value.startswith("auto"):
+            return None
+        if not self.arguments("ansible_python_interpreter"):
+            raise InventoryError(f"{self._host}: `ansible_python_interpreter` is blank", hint="leave it out to have one found")
+        return value
 
 
 def parse_ssh_config(output: str, host: str) -> SshTarget:

@@ -447,7 +447,7 @@ class SshSession:
         try:
             return self._dial(wait_s)
         except TimeoutError:
-            reason = f"no answer within {wait_s:g} s"
+            reason = f"no answer within {wait_s:.3g} s"
         except socket.gaierror as error:
             raise UnreachableError(
                 f"{self.connection.host}: the name {printable(self._target.hostname)} does not resolve: {error.strerror}",
