@@ -299,11 +299,11 @@ def _after_apply(
         with reporter.phase("probing again"):
             after = examine([fleet.hosts[name] for name in good], access, as_of=as_of)
         for name in good:
-            results[name] = _verdict_after(name, after[name], reporter)
+            results[name] = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
     return results
 
 
-def _verdict_after(name: str, state: Examined, reporter: Reporter) -> HostResult:
+def _verdict_after(name: str, state: Examined, reporter: Reporter, *, changed: bool) -> HostResult:
     if state.error is not None:
         result = HostResult("unreachable", state, state.error.message, state.error.hint)
     elif state.changes:
@@ -312,7 +312,7 @@ def _verdict_after(name: str, state: Examined, reporter: Reporter) -> HostResult
             "failed", state, f"the roles ran, but the host still differs from its plan: {left}", "run it again with `-v`"
         )
     else:
-        return HostResult("changed", state)
+        return HostResult("changed" if changed else "unchanged", state)
     _report_failure(reporter, name, result)
     return result
 

@@ -21,7 +21,16 @@ from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.probe import Connection, PythonMissingError
-from v100ctl.provision import HostResult, HostStatus, ProvisionResult, _alone_on, _early_result, _refuse_many_restarts, provision
+from v100ctl.provision import (
+    HostResult,
+    HostStatus,
+    ProvisionResult,
+    _alone_on,
+    _early_result,
+    _refuse_many_restarts,
+    _verdict_after,
+    provision,
+)
 
 from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 
@@ -177,3 +186,10 @@ def test_a_host_that_gets_no_python_does_not_keep_the_others(run: Run, monkeypat
     assert result.hosts["a"].status == "unreachable"
     assert "the line is cut" in said
     assert ran == ["b"]
+
+
+@pytest.mark.parametrize(("changed", "status"), [(True, "changed"), (False, "unchanged")])
+def test_a_forced_run_that_changed_nothing_says_so(changed: bool, status: str) -> None:
+    reporter = make_reporter(stream=io.StringIO())
+    assert _verdict_after("h1", examined(SERVING), reporter, changed=changed).status == status
+    assert _verdict_after("h1", examined(BARE), reporter, changed=changed).status == "failed", "it still differs"
