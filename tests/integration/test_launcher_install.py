@@ -20,6 +20,9 @@ from v100ctl.apply.reporter import make_reporter
 from v100ctl.lab.engine import ensure_docker
 from v100ctl.lab.image import ensure_image
 
+# The launcher's own logic has unit tests; installing everything twice takes minutes.
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
