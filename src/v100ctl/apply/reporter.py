@@ -9,6 +9,7 @@ Texts may come from hosts, so they are never read as markup, and control charact
 
 from __future__ import annotations
 
+import abc
 import atexit
 import os
 import re
@@ -181,7 +182,7 @@ class _Row:
     printed_role: str | None = None
 
 
-class _BaseReporter:
+class _BaseReporter(abc.ABC):
     """Keeps the phases and hosts; subclasses show them."""
 
     def __init__(self, console: Console, *, verbosity: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,15 +196,19 @@ class _BaseReporter:
 
     # What subclasses show.
 
+    @abc.abstractmethod
     def _phase_started(self, phase: Phase) -> None:
-        raise NotImplementedError
+        """Show it."""
 
+    @abc.abstractmethod
     def _phase_ended(self, phase: Phase, succeeded: bool, elapsed_s: float) -> None:
-        raise NotImplementedError
+        """Show it."""
 
+    @abc.abstractmethod
     def _row_changed(self, row: _Row) -> None:
-        raise NotImplementedError
+        """Show it."""
 
+    @abc.abstractmethod
     def _state_changed(self) -> None:
         """Called after each change of phases or rows."""
 
@@ -342,6 +347,9 @@ class PlainReporter(_BaseReporter):
     ``verbosity`` of 1 or more); progress a line at its start, at its end, and every :data:`PLAIN_INTERVAL_S` seconds or
     at each of :data:`PLAIN_PARTS` parts of the whole.
     """
+
+    def _state_changed(self) -> None:
+        """Nothing: a line is printed where something happens."""
 
     def _phase_started(self, phase: Phase) -> None:
         self._print(Text.assemble((f"{phase.text} ...", "bold")))
