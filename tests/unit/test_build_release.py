@@ -320,8 +320,7 @@ def test_wrong_spec(tmp_path: Path, spec: Any, message: str) -> None:
     assert not (tmp_path / "work").exists()
 
 
-def test_needs_nothing_but_the_standard_library() -> None:
-    done = subprocess.run(
-        ["python3", "-I", "-S", "-B", SCRIPT, "verify", "--release", "/nonexistent"], capture_output=True, check=False
-    )
+def test_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
+    argv = ["python3", "-I", "-S", "-B", SCRIPT, "verify", "--release", tmp_path / "none"]
+    done = subprocess.run(argv, capture_output=True, check=False)
     assert json.loads(done.stdout) == {"sound": False, "problem": "it does not exist"}
