@@ -86,7 +86,10 @@ Argument = Annotated[str, AfterValidator(_without_nul)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 #: Engines read their numbers as `int`.
 _INT32_MAX = 2**31 - 1
-KvCacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+#: llama.cpp's names, and those of vLLM's one `--kv-cache-dtype` (auto and the fp8 kinds); a rule says which engine takes which.
+KvCacheType = Literal[
+    "auto", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "fp8", "fp8_e4m3", "fp8_e5m2"
+]
 
 
 class ModelSpec(_Config):
@@ -139,6 +142,37 @@ class Sampling(_Config):
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0, le=_INT32_MAX)
     min_p: float | None = Field(default=None, ge=0, le=1)
+    repeat_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+
+
+class Speculative(_Config):
+    """Speculative decoding: who drafts, and how many tokens at once."""
+
+    kind: Literal["none", "mtp", "draft", "ngram"] = Field(
+        description="mtp: the model's own multi-token-prediction head; draft: a small model; ngram: the text so far"
+    )
+    model: ModelSpec | None = Field(default=None, description="the draft model, for kind draft")
+    depth: int | None = Field(default=None, ge=1, le=64, description="tokens drafted at once")
+
+    @model_validator(mode="after")
+    def _model_for_draft(self) -> Self:
+        if (self.kind == "draft") != (self.model is not None):
+            raise ValueError("`model` is needed by `kind: draft`, and by no other kind")
+        return self
+
+
+class RopeScaling(_Config):
+    """Stretching the trained context."""
+
+    kind: Literal["none", "linear", "yarn"]
+    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    original_context_length: int | None = Field(default=None, ge=1, le=_INT32_MAX)
+    base_frequency: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    extension_factor: float | None = Field(default=None, allow_inf_nan=False)
+    attention_factor: float | None = Field(default=None, allow_inf_nan=False)
+    beta_fast: float | None = Field(default=None, allow_inf_nan=False)
+    beta_slow: float | None = Field(default=None, allow_inf_nan=False)
 
 
 class Settings(_Config):
@@ -157,8 +191,22 @@ class Settings(_Config):
     threads: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     threads_batch: int | None = Field(default=None, ge=1, le=_INT32_MAX)
     load_mode: Literal["mmap", "none", "mlock", "mmap+mlock", "dio", "auto"] | None = None
+    speculative: Speculative | None = None
+    rope_scaling: RopeScaling | None = None
     sampling: Sampling | None = None
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = None
+    quantization: Argument | None = Field(
+        default=None, min_length=1, description="as vLLM names it: gptq, awq, bitsandbytes, ..."
+    )
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    swap_space_gib: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    enforce_eager: bool | None = None
+    chunked_prefill: bool | None = None
+    prefix_caching: bool | None = None
     served_model_name: Argument | None = Field(default=None, min_length=1)
+    chat_template: AbsolutePath | None = Field(default=None, description="a Jinja file on the host")
+    mmproj: AbsolutePath | None = Field(default=None, description="the projector file of a model that sees, on the host")
+    log_requests: bool | None = None
     metrics: bool | None = None
 
     @model_validator(mode="before")
@@ -208,6 +256,10 @@ class HostConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
 
+    # The roles that carry out these two have their defaults there as soon as they exist.
+    nvidia_driver_branch: str = Field(default="auto", pattern=r"^(auto|[0-9]{3}(\.[0-9]{1,3}){0,2})$")
+    cuda_toolkit_version: str = Field(default="11.8", pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")
+    vllm_version: str = Field(default="0.8.5.post1", pattern=r"^[0-9]+\.[0-9]+\.[0-9]+(\.post[0-9]+)?$")
     llama_cpp_build: int = Field(ge=1)
     llama_cpp_backend: Literal["cuda", "cpu"]
     llama_cpp_cuda_architectures: str = Field(pattern=r"^[0-9]{2,3}(-real|-virtual)?(;[0-9]{2,3}(-real|-virtual)?)*$")
@@ -218,7 +270,7 @@ class HostConfig(BaseModel):
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("llm_", "llama_")
+VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "vllm_")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

@@ -119,7 +119,9 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 @functools.cache
 def _document(name: str) -> dict[str, Any]:
-    loaded = yaml.safe_load(resources.files(__name__).joinpath(name).read_text(encoding="utf-8"))
+    text = resources.files(__name__).joinpath(name).read_text(encoding="utf-8")
+    # The C loader reads the same YAML several times faster; not every build of PyYAML has it.
+    loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are safe loaders
     if not isinstance(loaded, dict):
         raise TypeError(f"catalog file {name} is not a mapping")
     return loaded

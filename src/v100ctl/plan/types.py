@@ -23,6 +23,34 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class GpuBudget:
+    """What one instance takes of one card at its peak, under a full prompt, in bytes.
+
+    ``reserve_bytes`` is left free on purpose (what the driver keeps for itself, and a margin); ``output_bytes`` are the logits,
+    ``context_bytes`` what the CUDA context and its libraries take beside the engine's own buffers.
+    """
+
+    total_bytes: int
+    reserve_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    compute_bytes: int
+    output_bytes: int
+    context_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is in use at any moment."""
+        return self.weights_bytes + self.kv_bytes + self.state_bytes + self.compute_bytes + self.output_bytes + self.context_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left for nobody; negative where it does not fit."""
+        return self.total_bytes - self.reserve_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
 class ManagedFile:
     """A file that lands on the host, as bytes. ``role`` writes it."""
 
