@@ -69,12 +69,13 @@ class Cpu(_Facts):
 
 
 class Memory(_Facts):
-    """``/proc/meminfo``."""
+    """``/proc/meminfo``; ``limit_bytes`` is the control group's ceiling where it is below that (a container), else ``None``."""
 
     total_bytes: int = 0
     available_bytes: int = 0
     swap_total_bytes: int = 0
     swap_free_bytes: int = 0
+    limit_bytes: int | None = None
 
 
 class Limits(_Facts):
@@ -101,33 +102,110 @@ class Systemd(_Facts):
     state: str = ""
 
 
+class GpuProcess(_Facts):
+    """A process that computes on a card. ``unit`` is its systemd service, empty where it has none or is not of this host.
+
+    ``memory_bytes`` is what ``nvidia-smi`` says of it, ``None`` where it does not know.
+    """
+
+    pid: int
+    command: str = ""
+    unit: str = ""
+    memory_bytes: int | None = None
+
+
 class Gpu(_Facts):
-    """One NVIDIA display or 3D controller on the PCI bus."""
+    """One NVIDIA display or 3D controller on the PCI bus.
+
+    From the bus, driver or not:
+
+    * ``pci_class``: ``0300`` (VGA) or ``0302`` (3D controller).
+    * ``subsystem_id``: the board, ``vendor:device`` like ``pci_id``.
+    * ``bar1_bytes``: the size of the window on the card's memory; 0 where the firmware assigned none (`Above 4G decoding` is off),
+      ``None`` where it is not known.
+    * ``link_*``, ``max_link_*``: transfer rate per lane in GT/s (2.5, 5, 8, 16 ...) and number of lanes, now and at most. An idle
+      card may lower its rate, never its width.
+    * ``revision_ff``: its configuration space reads all ones: it has fallen off the bus.
+    * ``display_attached``: a monitor is connected, ``None`` where no display driver says so.
+
+    From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``compute_capability`` is ``7.0``; drivers before 495 or so
+    do not tell it.
+    """
 
     pci_address: str
     pci_id: str = ""
     kernel_driver: str = ""
     numa_node: int = -1
+    pci_class: str = ""
+    subsystem_id: str = ""
+    bar1_bytes: int | None = None
+    link_speed_gts: float | None = None
+    link_width: int | None = None
+    max_link_speed_gts: float | None = None
+    max_link_width: int | None = None
+    revision_ff: bool = False
+    iommu_group: int | None = None
+    display_attached: bool | None = None
     index: int | None = None
     uuid: str = ""
     name: str = ""
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    compute_capability: str = ""
+    persistence_mode: Literal["", "enabled", "disabled"] = ""
+    ecc_mode: Literal["", "enabled", "disabled"] = ""
+    processes: tuple[GpuProcess, ...] = ()
 
 
 class NvidiaSmi(_Facts):
-    """How ``nvidia-smi`` answered; a hang is a fact, not a failure of the probe."""
+    """How ``nvidia-smi`` answered; a hang is a fact, not a failure of the probe.
+
+    ``mismatch``: it refused because its library is of another version than the loaded module (an upgrade without a reboot).
+    """
 
     status: Literal["absent", "ok", "error", "timeout"] = "absent"
     output: str = ""
+    mismatch: bool = False
 
 
 class Nvidia(_Facts):
-    """The driver as the kernel and ``nvidia-smi`` see it."""
+    """The driver as the kernel, ``nvidia-smi`` and the disk show it.
+
+    * ``module_*``: what is loaded; ``on_disk_module_*``: what the running kernel would load, both empty where there is none.
+    * ``modules_loaded``: those of ``nvidia``, ``nvidia_uvm``, ``nvidia_drm``, ``nvidia_modeset``, ``nouveau``, ``vfio_pci``.
+    * ``library_version``: of ``libnvidia-ml.so.1``.
+    * ``cuda_version``: the newest CUDA that the driver serves, as ``nvidia-smi`` shows it (``12.2``).
+    * ``fabric_manager``: the service that NVSwitch hosts need; ``nvswitch_count``: NVSwitches on the PCI bus.
+    """
 
     module_version: str = ""
     module_flavour: Literal["", "proprietary", "open"] = ""
+    modules_loaded: tuple[str, ...] = ()
+    library_version: str = ""
+    on_disk_module_version: str = ""
+    on_disk_module_flavour: Literal["", "proprietary", "open"] = ""
+    cuda_version: str = ""
+    fabric_manager: Literal["", "installed", "active"] = ""
+    nvswitch_count: int = 0
     smi: NvidiaSmi = NvidiaSmi()
+
+
+class Nouveau(_Facts):
+    """The kernel's own driver for NVIDIA cards. ``blacklisted``: by ``modprobe.d`` or on the kernel's command line."""
+
+    loaded: bool = False
+    blacklisted: bool = False
+
+
+class CudaToolkit(_Facts):
+    """An installed CUDA toolkit: its real folder, its release (``11.8``; empty if not known), and whether it has ``nvcc``.
+
+    A distribution's own toolkit has the folder ``/usr/lib/nvidia-cuda-toolkit`` and its headers under ``/usr/include``.
+    """
+
+    path: str
+    version: str = ""
+    nvcc: bool = False
 
 
 class Packages(_Facts):
@@ -273,8 +351,19 @@ class Facts(_Facts):
     limits: Limits = Limits()
     filesystems: dict[str, Filesystem] = Field(default_factory=dict)
     systemd: Systemd | None = None
+    #: Kernel releases that modules can be built for (``/lib/modules/RELEASE/build`` is there), oldest first.
+    kernel_headers: tuple[str, ...] = ()
+    #: Kernel releases that can be booted, oldest first. Empty in a container.
+    kernels_installed: tuple[str, ...] = ()
+    #: Whether the firmware lets only signed kernels start; ``None`` without EFI or where its variables cannot be seen.
+    secure_boot: bool | None = None
     gpus: tuple[Gpu, ...] = ()
     nvidia: Nvidia = Nvidia()
+    nouveau: Nouveau = Nouveau()
+    #: Program name (``gcc``, ``g++-11``) -> full version (``11.3.0``).
+    compilers: dict[str, str] = Field(default_factory=dict)
+    cuda_toolkits: tuple[CudaToolkit, ...] = ()
+    cmake_version: str = ""
     packages: Packages = Packages()
     package_locks: tuple[PackageLock, ...] = ()
     accounts: dict[str, Account] = Field(default_factory=dict)
