@@ -25,8 +25,11 @@ from v100ctl.fleet import (
     parse_config,
     plain,
 )
-from v100ctl.plan import llama_cpp, rules
+from v100ctl.plan import llama_cpp
 from v100ctl.plan.render import MANAGED_HEADER, render
+from v100ctl.plan.rules.engine import engine_rules
+from v100ctl.plan.rules.host import distribution_of, host_rules, space_rules
+from v100ctl.plan.rules.instance import extra_args_rules, fleet_of_one_rules, instance_rules, placement_rules
 from v100ctl.plan.types import Account, Directory, HostPlan, Instance, ManagedFile, Model, Release, Rule, Unit
 
 __all__ = ["HOST_JSON", "HostPlan", "from_ansible", "plan", "probe_request"]
@@ -84,9 +87,9 @@ def plan(host: str, config: HostConfig, facts: Facts, *, catalog: Catalog | None
     """
     catalog = catalog or load_catalog()
     row = catalog.llama_cpp_build(config.llama_cpp_build)
-    distribution = rules.distribution_of(facts, catalog)
-    verdicts: list[Rule] = [*rules.host_rules(facts, catalog), *rules.engine_rules(config, facts, row, catalog)]
-    verdicts += rules.fleet_of_one_rules(config)
+    distribution = distribution_of(facts, catalog)
+    verdicts: list[Rule] = [*host_rules(facts, catalog), *engine_rules(config, facts, row, catalog)]
+    verdicts += fleet_of_one_rules(config)
 
     present = {name: spec for name, spec in config.llm_server_instances.items() if spec.state == "present"}
     serves = bool(present)
@@ -103,12 +106,12 @@ def plan(host: str, config: HostConfig, facts: Facts, *, catalog: Catalog | None
         if spec.state == "absent":
             units.append(Unit(unit, name, enabled=False, state="absent"))
             continue
-        verdicts += rules.instance_rules(name, spec, config, row)
+        verdicts += instance_rules(name, spec, config, row)
         model = next(item for item in models if item.path == model_path(spec.model))
-        verdicts += rules.placement_rules(name, spec, model, unit, facts, going=going)
+        verdicts += placement_rules(name, spec, model, unit, facts, going=going)
         if release is None or row is None:
             continue
-        extra = [*rules.extra_args_rules(name, spec, row)]
+        extra = [*extra_args_rules(name, spec, row)]
         if extra:
             # No command line is made: a secret in it would stand in every report of the plan.
             verdicts += extra
@@ -133,7 +136,7 @@ def plan(host: str, config: HostConfig, facts: Facts, *, catalog: Catalog | None
     releases = (release,) if release else ()
     # Whether a copy is cached is not a fact of the host: it may have to be compiled here.
     builds_here = config.llama_cpp_build_on in ("first", host)
-    verdicts += rules.space_rules(releases, models, facts, row, builds_here=builds_here)
+    verdicts += space_rules(releases, models, facts, row, builds_here=builds_here)
     result = HostPlan(
         host=host,
         as_of=as_of.isoformat(),

@@ -1,100 +1,17 @@
-"""Rules: can this host do what is asked of it?
-
-Each rule is a generator over facts, configuration and catalog; it yields nothing where all is well. Ids are stable: they stand
-in JSON, in documentation and in people's scripts.
-"""
+"""Rules about one instance: how it is reached, what is asked of its engine, what it must not share with its neighbours."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
 
-from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild
+from v100ctl.catalog import LlamaCppBuild
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
-from v100ctl.plan.types import Model, Release, Rule
+from v100ctl.plan.rules._text import gib
+from v100ctl.plan.types import Model, Rule
 
-_X86_LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
-#: Space for packages, logs and files made aside, beyond what is counted.
-_SPARE_BYTES = 256 * 1024**2
 _UNAUTHENTICATED_HINT = "`listen: 127.0.0.1`, or `llm_server_allow_unauthenticated: true` on a network where everyone may use it"
-
-
-def gib(value_bytes: float) -> str:
-    """Bytes for people, in GiB (2^30), or MiB below one."""
-    return f"{value_bytes / 1024**3:.1f} GiB" if value_bytes >= 1024**3 else f"{value_bytes / 1024**2:.0f} MiB"
-
-
-def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
-    """Rules about the host alone."""
-    distribution = catalog.distribution(facts.distribution.id, facts.distribution.version_id)
-    if distribution is None:
-        found = (
-            facts.distribution.name
-            or f"{facts.distribution.id} {facts.distribution.version_id}".strip()
-            or "an unknown distribution"
-        )
-        yield Rule(
-            "distribution-unsupported",
-            "refuse",
-            f"{found} has no row in the catalog of {catalog.as_of}",
-            ", ".join(row.name for row in catalog.distributions),
-        )
-    elif distribution.tested == "rendered":
-        yield Rule(
-            "distribution-untested",
-            "info",
-            f"{distribution.name}: package names were looked up, but this project's tests do not run there",
-            ", ".join(row.name for row in catalog.distributions if row.tested == "run"),
-        )
-    if facts.machine != "x86_64":
-        yield Rule("machine-unsupported", "refuse", f"the machine is {facts.machine or 'unknown'}", "x86_64")
-    if facts.systemd is None:
-        yield Rule(
-            "systemd-missing",
-            "refuse",
-            "systemd is not the running service manager (PID 1)",
-            "a host or container that boots systemd",
-        )
-    if facts.packages.half_configured:
-        names = ", ".join(facts.packages.half_configured[:5])
-        yield Rule(
-            "packages-half-configured", "warn", f"packages are left half configured: {names}", "`dpkg --configure -a` on the host"
-        )
-    for filesystem in ("/opt/v100ctl", "/var/lib/v100ctl"):
-        found_at = facts.filesystems.get(filesystem)
-        if found_at and found_at.read_only:
-            yield Rule(
-                "filesystem-read-only",
-                "refuse",
-                f"{filesystem} lies on {found_at.mount}, which is mounted read-only",
-                "a writable disk",
-            )
-
-
-def engine_rules(config: HostConfig, facts: Facts, row: LlamaCppBuild | None, catalog: Catalog) -> Iterator[Rule]:
-    """Rules about building and running the engine on this host."""
-    if row is None:
-        known = ", ".join(str(item.build) for item in catalog.llama_cpp)
-        yield Rule(
-            "llama-cpp-build-unknown", "refuse", f"llama.cpp {config.llama_cpp_build} has no row in the catalog", f"build {known}"
-        )
-        return
-    if config.llama_cpp_backend == "cuda":
-        yield Rule(
-            "cuda-backend-unavailable",
-            "refuse",
-            "this version has no roles for the NVIDIA driver and CUDA yet, so the cuda backend cannot be built or served",
-            "`llama_cpp_backend: cpu`",
-        )
-    level = facts.cpu.level
-    if config.llama_cpp_backend == "cpu" and level in _X86_LEVELS and _X86_LEVELS.index(level) < _X86_LEVELS.index(row.cpu_level):
-        yield Rule(
-            "cpu-level",
-            "refuse",
-            f"the processor ({facts.cpu.model or 'unknown'}) is {level}; llama.cpp {row.build} is built for {row.cpu_level}",
-            "a processor with AVX2, FMA, F16C and BMI2 (Intel Haswell, AMD Excavator or newer)",
-        )
 
 
 def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: LlamaCppBuild | None) -> Iterator[Rule]:
@@ -250,42 +167,3 @@ def fleet_of_one_rules(config: HostConfig) -> Iterator[Rule]:
             )
     if not by_port:
         yield Rule("nothing-to-serve", "info", "no instance is configured for this host", "an entry in `llm_server_instances`")
-
-
-def space_rules(
-    releases: tuple[Release, ...], models: tuple[Model, ...], facts: Facts, row: LlamaCppBuild | None, *, builds_here: bool
-) -> Iterator[Rule]:
-    """Is there room for what is missing? Counts per filesystem, what is there already not at all."""
-    needs: dict[str, tuple[str, int]] = {}
-
-    def need(path: str, size_bytes: int) -> None:
-        filesystem = facts.filesystems.get(path)
-        if filesystem is not None:
-            mount, so_far = filesystem.mount, needs.get(filesystem.mount, (path, 0))
-            needs[mount] = (so_far[0], so_far[1] + size_bytes)
-
-    for release in releases:
-        found = facts.release(release.path)
-        if row is not None and (found is None or found.problem):
-            # The archive is unpacked beside the final folder, so for a moment both lie there.
-            need("/opt/v100ctl", 2 * row.release_bytes)
-            if builds_here:
-                need("/var/lib/v100ctl", row.build_bytes)
-    for model in models:
-        present = facts.models.get(model.path)
-        if model.source["kind"] != "host" and not (present and present.exists) and model.size_bytes:
-            need("/var/lib/v100ctl", model.size_bytes)
-    for mount, (path, size_bytes) in needs.items():
-        free_bytes = facts.filesystems[path].free_bytes
-        if free_bytes < size_bytes + _SPARE_BYTES:
-            yield Rule(
-                "disk-space",
-                "refuse",
-                f"{mount} has {gib(free_bytes)} free; {gib(size_bytes)} are needed there and {gib(_SPARE_BYTES)} to spare",
-                f"free at least {gib(size_bytes + _SPARE_BYTES - free_bytes)} on {mount}, or mount a disk at {path}",
-            )
-
-
-def distribution_of(facts: Facts, catalog: Catalog) -> Distribution | None:
-    """The catalog's row of the host's distribution."""
-    return catalog.distribution(facts.distribution.id, facts.distribution.version_id)

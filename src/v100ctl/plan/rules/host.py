@@ -1,0 +1,99 @@
+"""Rules about the host alone: its distribution, service manager, packages, disks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild
+from v100ctl.facts import Facts
+from v100ctl.plan.rules._text import gib
+from v100ctl.plan.types import Model, Release, Rule
+
+#: Space for packages, logs and files made aside, beyond what is counted.
+_SPARE_BYTES = 256 * 1024**2
+
+
+def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
+    """Rules about the host alone."""
+    distribution = catalog.distribution(facts.distribution.id, facts.distribution.version_id)
+    if distribution is None:
+        found = (
+            facts.distribution.name
+            or f"{facts.distribution.id} {facts.distribution.version_id}".strip()
+            or "an unknown distribution"
+        )
+        yield Rule(
+            "distribution-unsupported",
+            "refuse",
+            f"{found} has no row in the catalog of {catalog.as_of}",
+            ", ".join(row.name for row in catalog.distributions),
+        )
+    elif distribution.tested == "rendered":
+        yield Rule(
+            "distribution-untested",
+            "info",
+            f"{distribution.name}: package names were looked up, but this project's tests do not run there",
+            ", ".join(row.name for row in catalog.distributions if row.tested == "run"),
+        )
+    if facts.machine != "x86_64":
+        yield Rule("machine-unsupported", "refuse", f"the machine is {facts.machine or 'unknown'}", "x86_64")
+    if facts.systemd is None:
+        yield Rule(
+            "systemd-missing",
+            "refuse",
+            "systemd is not the running service manager (PID 1)",
+            "a host or container that boots systemd",
+        )
+    if facts.packages.half_configured:
+        names = ", ".join(facts.packages.half_configured[:5])
+        yield Rule(
+            "packages-half-configured", "warn", f"packages are left half configured: {names}", "`dpkg --configure -a` on the host"
+        )
+    for filesystem in ("/opt/v100ctl", "/var/lib/v100ctl"):
+        found_at = facts.filesystems.get(filesystem)
+        if found_at and found_at.read_only:
+            yield Rule(
+                "filesystem-read-only",
+                "refuse",
+                f"{filesystem} lies on {found_at.mount}, which is mounted read-only",
+                "a writable disk",
+            )
+
+
+def space_rules(
+    releases: tuple[Release, ...], models: tuple[Model, ...], facts: Facts, row: LlamaCppBuild | None, *, builds_here: bool
+) -> Iterator[Rule]:
+    """Is there room for what is missing? Counts per filesystem, what is there already not at all."""
+    needs: dict[str, tuple[str, int]] = {}
+
+    def need(path: str, size_bytes: int) -> None:
+        filesystem = facts.filesystems.get(path)
+        if filesystem is not None:
+            mount, so_far = filesystem.mount, needs.get(filesystem.mount, (path, 0))
+            needs[mount] = (so_far[0], so_far[1] + size_bytes)
+
+    for release in releases:
+        found = facts.release(release.path)
+        if row is not None and (found is None or found.problem):
+            # The archive is unpacked beside the final folder, so for a moment both lie there.
+            need("/opt/v100ctl", 2 * row.release_bytes)
+            if builds_here:
+                need("/var/lib/v100ctl", row.build_bytes)
+    for model in models:
+        present = facts.models.get(model.path)
+        if model.source["kind"] != "host" and not (present and present.exists) and model.size_bytes:
+            need("/var/lib/v100ctl", model.size_bytes)
+    for mount, (path, size_bytes) in needs.items():
+        free_bytes = facts.filesystems[path].free_bytes
+        if free_bytes < size_bytes + _SPARE_BYTES:
+            yield Rule(
+                "disk-space",
+                "refuse",
+                f"{mount} has {gib(free_bytes)} free; {gib(size_bytes)} are needed there and {gib(_SPARE_BYTES)} to spare",
+                f"free at least {gib(size_bytes + _SPARE_BYTES - free_bytes)} on {mount}, or mount a disk at {path}",
+            )
+
+
+def distribution_of(facts: Facts, catalog: Catalog) -> Distribution | None:
+    """The catalog's row of the host's distribution."""
+    return catalog.distribution(facts.distribution.id, facts.distribution.version_id)
