@@ -7,12 +7,15 @@ below, and roles and templates never do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from datetime import date
 from importlib import resources
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict
+
+from v100ctl.catalog.profiles import Profile, load_profiles
 
 
 class _Row(BaseModel):
@@ -104,6 +107,8 @@ class Catalog(_Row):
     as_of: date
     llama_cpp: tuple[LlamaCppBuild, ...]
     distributions: tuple[Distribution, ...]
+    #: By name.
+    profiles: Mapping[str, Profile]
 
     def llama_cpp_build(self, build: int) -> LlamaCppBuild | None:
         """The row of ``build``, ``None`` where the catalog has none."""
@@ -135,8 +140,10 @@ def _rows(model: type[_Model], name: str, key: str) -> tuple[_Model, ...]:
 def load_catalog() -> Catalog:
     """The catalog that this version ships."""
     files = ("llama_cpp.yml", "distributions.yml")
+    profiles = load_profiles()
     return Catalog(
-        as_of=min(_document(name)["as_of"] for name in files),
+        as_of=min([_document(name)["as_of"] for name in files] + [row.as_of for row in profiles.values()]),
         llama_cpp=_rows(LlamaCppBuild, "llama_cpp.yml", "builds"),
         distributions=_rows(Distribution, "distributions.yml", "distributions"),
+        profiles=profiles,
     )
