@@ -22,6 +22,7 @@ MAX_KEPT_ARRAY = 4096
 #: Longer text values (a whole `tokenizer.json`, say) are skipped and left out of the metadata.
 MAX_KEPT_STRING_BYTES = 1 << 20
 MAX_KEYS = 65536
+MAX_TENSORS = 65536
 #: The longest key that the GGUF specification allows (2^16 - 1 bytes).
 MAX_KEY_BYTES = 65535
 #: Where the weights begin at the latest.
@@ -197,15 +198,19 @@ class _Cursor:
     def skip_strings(self, count: int, what: str) -> None:
         """Go on by ``count`` strings."""
         self.budget.use(self.source.name, "strings", count)
-        # The one hot loop: half a million strings in some vocabularies.
+        # The one hot loop: a large vocabulary and its merges are half a million strings.
         length_at = _U64.unpack_from
         while count:
             self.need(8, what)
-            buffer, at = self._buffer, self._at
-            last = len(buffer) - 8
-            while count and at <= last:
-                at += 8 + length_at(buffer, at)[0]
-                count -= 1
+            buffer, at, number = self._buffer, self._at, 0
+            try:
+                for number in range(count):  # noqa: B007 - how far it came is used below
+                    at += 8 + length_at(buffer, at)[0]
+            except (struct.error, OverflowError):
+                # The next length is not in the buffer, or nowhere.
+                count -= number
+            else:
+                count = 0
             self.skip(at - self._at, what)
 
     def text(self, size: int, what: str) -> str:
@@ -289,8 +294,8 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int, int]:
             hint="convert it anew with a current llama.cpp" if version < 2 else "it needs a newer v100ctl and a newer llama.cpp",
         )
     tensor_count = cursor.u64("the number of tensors")
-    if tensor_count > Budget.MAX_TENSORS:
-        raise cursor.error(f"it claims to hold {tensor_count} tensors; more than {Budget.MAX_TENSORS} are not believed", offset=8)
+    if tensor_count > MAX_TENSORS:
+        raise cursor.error(f"it claims to hold {tensor_count} tensors; more than {MAX_TENSORS} are not believed", offset=8)
     key_count = cursor.u64("the number of keys")
     if key_count > MAX_KEYS:
         raise cursor.error(f"it claims to hold {key_count} keys; more than {MAX_KEYS} are not believed", offset=16)
