@@ -121,15 +121,15 @@ class Gpu(_Facts):
 
     * ``pci_class``: ``0300`` (VGA) or ``0302`` (3D controller).
     * ``subsystem_id``: the board, ``vendor:device`` like ``pci_id``.
-    * ``bar1_bytes``: the size of the window on the card's memory; 0 where the firmware assigned none (`Above 4G decoding` is off),
-      ``None`` where it is not known.
+    * ``bar1_bytes``: the size of the window on the card's memory; 0 where the firmware assigned none (its setting "Above 4G
+      decoding" is off), ``None`` where it is not known.
     * ``link_*``, ``max_link_*``: transfer rate per lane in GT/s (2.5, 5, 8, 16 ...) and number of lanes, now and at most. An idle
       card may lower its rate, never its width.
     * ``revision_ff``: its configuration space reads all ones: it has fallen off the bus.
     * ``display_attached``: a monitor is connected, ``None`` where no display driver says so.
 
-    From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``compute_capability`` is ``7.0``; drivers before 495 or so
-    do not tell it.
+    From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``compute_capability`` is ``7.0``; it stays empty with
+    drivers that do not know the question (470 and before).
     """
 
     pci_address: str

@@ -23,10 +23,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from v100ctl.facts import Facts, ProbeRequest
+from v100ctl.facts import Facts, Gpu, Nvidia, ProbeRequest
 from v100ctl.probe import host_script as script
 
 SCRIPT = Path(script.__file__)
+FIXTURES = Path(__file__).parent / "fixtures"
 ROOT_NAMES = "root:x:0:0:root:/root:/bin/bash\nv100:x:990:991::/var/lib/v100ctl:/usr/sbin/nologin\nbad line\n"
 
 
@@ -1051,31 +1052,172 @@ def test_what_is_no_http_is_no_health(answer: bytes) -> None:
 # --- GPUs ---------------------------------------------------------------------------------------------------------------------
 
 
+def make_device(folder: Path, **files: str | bytes) -> None:
+    folder.mkdir(parents=True)
+    for name, value in files.items():
+        (folder / name).write_bytes(value if isinstance(value, bytes) else f"{value}\n".encode())
+
+
+# As the kernel shows a V100-PCIE-32GB: registers of 16 MiB, BAR1 of 32 GiB and its upper half, BAR3 of 32 MiB, nothing, ROM.
+V100_RESOURCE = """\
+0x00000000c4000000 0x00000000c4ffffff 0x0000000000040200
+0x0000038000000000 0x00000387ffffffff 0x000000000014220c
+0x0000000000000000 0x0000000000000000 0x0000000000000000
+0x0000038800000000 0x0000038801ffffff 0x000000000014220c
+0x0000000000000000 0x0000000000000000 0x0000000000000000
+0x0000000000000000 0x0000000000000000 0x0000000000000000
+0x0000000000000000 0x0000000000000000 0x0000000000000000"""
+
+
 @pytest.fixture
 def pci(tmp_path: Path) -> Path:
-    for address, vendor, kind, device in (
-        ("0000:3b:00.0", "0x10de", "0x030200", "0x1db4"),
-        ("0000:18:00.0", "0x10de", "0x030000", "0x1db6"),
-        ("0000:18:00.1", "0x10de", "0x040300", "0x10f7"),
-        ("0000:00:02.0", "0x1a03", "0x030000", "0x2000"),
-    ):
-        folder = tmp_path / "pci" / address
-        folder.mkdir(parents=True)
-        for name, value in (("vendor", vendor), ("class", kind), ("device", device), ("numa_node", "1")):
-            (folder / name).write_text(f"{value}\n")
-    driver = tmp_path / "drivers" / "nvidia"
-    driver.mkdir(parents=True)
-    (tmp_path / "pci" / "0000:3b:00.0" / "driver").symlink_to(driver)
-    (tmp_path / "pci" / "0000:18:00.0" / "numa_node").write_text("nonsense")
-    return tmp_path / "pci"
+    root = tmp_path / "pci"
+    v100 = {"vendor": "0x10de", "class": "0x030200", "device": "0x1db4", "numa_node": "1"}
+    make_device(
+        root / "0000:3b:00.0",
+        **v100,
+        subsystem_vendor="0x10de",
+        subsystem_device="0x1214",
+        resource=V100_RESOURCE,
+        current_link_speed="8.0 GT/s PCIe",
+        current_link_width="8",
+        max_link_speed="8.0 GT/s PCIe",
+        max_link_width="16",
+        config=bytes.fromhex("de10b41d 06041000 a1000203 00000000") + bytes(48),
+    )
+    make_device(root / "0000:18:00.0", vendor="0x10de", device="0x1db6", numa_node="nonsense", **{"class": "0x030000"})
+    make_device(root / "0000:18:00.1", vendor="0x10de", device="0x10f7", **{"class": "0x040300"})
+    make_device(root / "0000:00:02.0", vendor="0x1a03", device="0x2000", **{"class": "0x030000"})
+    for address in ("0000:05:00.0", "0000:06:00.0"):
+        make_device(root / address, vendor="0x10de", device="0x1ac2", **{"class": "0x068000"})
+    for kind, name in (("drivers", "nvidia"), ("iommu_groups", "42")):
+        (tmp_path / kind / name).mkdir(parents=True)
+    (root / "0000:3b:00.0" / "driver").symlink_to(tmp_path / "drivers/nvidia")
+    (root / "0000:3b:00.0" / "iommu_group").symlink_to(tmp_path / "iommu_groups/42")
+    return root
+
+
+NOT_KNOWN = {
+    "subsystem_id": "",
+    "bar1_bytes": None,
+    "link_speed_gts": None,
+    "link_width": None,
+    "max_link_speed_gts": None,
+    "max_link_width": None,
+    "revision_ff": False,
+    "iommu_group": None,
+    "display_attached": None,
+}
 
 
 def test_gpus_are_found_on_the_bus(pci: Path) -> None:
+    bare = {"pci_address": "0000:18:00.0", "pci_id": "10de:1db6", "kernel_driver": "", "numa_node": -1, "pci_class": "0300"}
     assert script.collect_gpus(str(pci)) == [
-        {"pci_address": "0000:18:00.0", "pci_id": "10de:1db6", "kernel_driver": "", "numa_node": -1},
-        {"pci_address": "0000:3b:00.0", "pci_id": "10de:1db4", "kernel_driver": "nvidia", "numa_node": 1},
+        bare | NOT_KNOWN,
+        {
+            "pci_address": "0000:3b:00.0",
+            "pci_id": "10de:1db4",
+            "kernel_driver": "nvidia",
+            "numa_node": 1,
+            "pci_class": "0302",
+            "subsystem_id": "10de:1214",
+            "bar1_bytes": 32 << 30,
+            "link_speed_gts": 8.0,
+            "link_width": 8,
+            "max_link_speed_gts": 8.0,
+            "max_link_width": 16,
+            "revision_ff": False,
+            "iommu_group": 42,
+            "display_attached": None,
+        },
     ]
     assert script.collect_gpus(str(pci / "none")) == []
+    assert set(script.collect_gpus(str(pci))[0]) <= set(Gpu.model_fields)
+
+
+def test_a_card_that_has_fallen_off_the_bus(pci: Path) -> None:
+    """As seen of one: the files that the kernel keeps say what it was, those that ask the card say nonsense."""
+    card = pci / "0000:3b:00.0"
+    (card / "config").write_bytes(b"\xff" * 64)
+    (card / "current_link_speed").write_text("Unknown\n")
+    (card / "current_link_width").write_text("63\n")
+    gpu = script.collect_gpus(str(pci))[1]
+    assert (gpu["revision_ff"], gpu["pci_id"], gpu["link_speed_gts"], gpu["link_width"]) == (True, "10de:1db4", None, None)
+
+
+def test_a_sleeping_card_is_left_asleep(pci: Path) -> None:
+    card = pci / "0000:3b:00.0"
+    (card / "config").write_bytes(b"\xff" * 64)
+    (card / "power").mkdir()
+    (card / "power/runtime_status").write_text("suspended\n")
+    assert script.collect_gpus(str(pci))[1]["revision_ff"] is False
+
+
+def test_a_card_bound_to_vfio(pci: Path, tmp_path: Path) -> None:
+    (tmp_path / "drivers/vfio-pci").mkdir()
+    (pci / "0000:18:00.0" / "driver").symlink_to(tmp_path / "drivers/vfio-pci")
+    assert [gpu["kernel_driver"] for gpu in script.collect_gpus(str(pci))] == ["vfio-pci", "nvidia"]
+
+
+@pytest.mark.parametrize(("states", "attached"), [((), None), (("disconnected",), False), (("disconnected", "connected"), True)])
+def test_a_monitor_is_seen_on_the_connectors(pci: Path, states: tuple[str, ...], attached: bool | None) -> None:
+    for number, state in enumerate(states):
+        connector = pci / f"0000:18:00.0/drm/card1/card1-DP-{number}"
+        connector.mkdir(parents=True)
+        (connector / "status").write_text(f"{state}\n")
+    (pci / "0000:18:00.0/drm/renderD129").mkdir(parents=True, exist_ok=True)
+    assert script.collect_gpus(str(pci))[0]["display_attached"] is attached
+
+
+def bars(*lines: tuple[int, int, int]) -> str:
+    return "\n".join(
+        f"0x{start:016x} 0x{end:016x} 0x{flags:016x}" for start, end, flags in (*lines, *[(0, 0, 0)] * (7 - len(lines)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "size"),
+    [
+        (V100_RESOURCE, 32 << 30),
+        # A GeForce: 256 MiB, with an I/O region.
+        (bars((0xA0000000, 0xA3FFFFFF, 0x40200), (0x6000000000, 0x600FFFFFFF, 0x14220C), (0, 0, 0)), 256 << 20),
+        # Hopper: its registers are a 64-bit region, so that BAR1 is the third line.
+        (
+            bars(
+                (0x88042000000, 0x88042FFFFFF, 0x14220C),
+                (0, 0, 0),
+                (0x84000000000, 0x85FFFFFFFFF, 0x14220C),
+                (0, 0, 0),
+                (0x88040000000, 0x88041FFFFFF, 0x14220C),
+            ),
+            128 << 30,
+        ),
+        # Not assigned: the kernel has cleared it, or keeps its size with a mark.
+        (bars((0xC4000000, 0xC4FFFFFF, 0x40200), (0, 0, 0), (0, 0, 0), (0x38800000000, 0x38801FFFFFF, 0x14220C)), 0),
+        (bars((0xC4000000, 0xC4FFFFFF, 0x40200), (0, (16 << 30) - 1, 0x2014220C)), 0),
+        (bars((0xC4000000, 0xC4FFFFFF, 0x40200), (0, 0, 0), (0, (128 << 30) - 1, 0x2014220C)), 0),
+        ("", None),
+        ("0x1 0x2\n" * 7, None),
+        ("nonsense", None),
+    ],
+)
+def test_bar1(content: str, size: int | None) -> None:
+    assert script.bar1_size(content) == size
+
+
+@given(st.text())
+def test_any_bus_file_can_be_read(content: str) -> None:
+    script.bar1_size(content)
+    script.link_speed(content)
+    script.link_width(content)
+
+
+@pytest.mark.parametrize(
+    ("content", "speed"),
+    [("2.5 GT/s PCIe", 2.5), ("8.0 GT/s PCIe", 8.0), ("8 GT/s", 8.0), ("32.0 GT/s PCIe", 32.0), ("Unknown", None), ("", None)],
+)
+def test_link_speed(content: str, speed: float | None) -> None:
+    assert script.link_speed(content) == speed
 
 
 @pytest.mark.parametrize(
@@ -1094,8 +1236,8 @@ def test_driver_version(content: str, version: str, flavour: str) -> None:
 
 def test_smi() -> None:
     output = (
-        "0, GPU-aa, 00000000:18:00.0, Tesla V100-SXM2-16GB, 16384, 4\n"
-        "1, GPU-bb, 00000000:3B:00.0, Odd, Name, [N/A], [Unknown Error]\n"
+        "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Disabled, 7.0, Tesla V100-SXM2-16GB\n"
+        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], N/A, nonsense, Odd, Name\n"
         "Unable to determine the device handle for GPU 0000:AF:00.0: Unknown Error\n"
     )
     assert script.parse_smi(output) == {
@@ -1105,6 +1247,9 @@ def test_smi() -> None:
             "name": "Tesla V100-SXM2-16GB",
             "memory_total_bytes": 16384 << 20,
             "memory_used_bytes": 4 << 20,
+            "compute_capability": "7.0",
+            "persistence_mode": "enabled",
+            "ecc_mode": "disabled",
         },
         "0000:3b:00.0": {
             "index": 1,
@@ -1112,46 +1257,538 @@ def test_smi() -> None:
             "name": "Odd, Name",
             "memory_total_bytes": None,
             "memory_used_bytes": None,
+            "compute_capability": "",
+            "persistence_mode": "",
+            "ecc_mode": "",
         },
     }
+
+
+def test_smi_processes() -> None:
+    output = (
+        "GPU-aa, 4242, 15021, /opt/v100ctl/engines/llama_cpp/x/llama-server\n"
+        "GPU-aa, 77, [N/A], [Not Found]\n"
+        # Newer drivers give the whole command line, and that may hold secrets and commas.
+        "GPU-bb, 9, 300, /usr/bin/python3 serve.py --api-key secret, --more\n"
+        "No running processes found\n"
+    )
+    processes = script.parse_smi_processes(output)
+    assert processes == {
+        "GPU-aa": [
+            {"pid": 4242, "command": "llama-server", "unit": "", "memory_bytes": 15021 << 20},
+            {"pid": 77, "command": "", "unit": "", "memory_bytes": None},
+        ],
+        "GPU-bb": [{"pid": 9, "command": "python3", "unit": "", "memory_bytes": 300 << 20}],
+    }
+    assert len(script.parse_smi_processes("GPU-aa, 1, 1, x\n" * 100000)["GPU-aa"]) == script.MAX_GPU_PROCESSES
 
 
 @given(st.text())
 def test_any_smi_output_can_be_read(output: str) -> None:
     script.parse_smi(output)
-
-
-SMI = """#!/bin/sh
-[ "$1" = --query-gpu=index,uuid,pci.bus_id,name,memory.total,memory.used ] || exit 9
-"""
+    script.parse_smi_processes(output)
+    script.parse_cuda_version(output)
 
 
 @pytest.mark.parametrize(
-    ("body", "loaded", "status", "cards"),
+    ("table", "version"),
     [
-        ("echo 0, GPU-aa, 00000000:18:00.0, V100, 16384, 4", True, "ok", 1),
-        ("echo NVIDIA-SMI has failed; exit 9", True, "error", 0),
-        ("sleep 600", True, "timeout", 0),
-        # It would load the module, and the probe changes nothing.
-        ("touch called", False, "error", 0),
+        ((FIXTURES / "nvidia_smi/h200_580.txt").read_text(), "13.0"),
+        ((FIXTURES / "nvidia_smi/v100_sxm2_418.txt").read_text(), "10.1"),
+        # Before 410 it is not told, and from 6xx on it has another name.
+        ("| NVIDIA-SMI 410.48                 Driver Version: 410.48                    |\n", ""),
+        ("| NVIDIA-SMI 610.57.04              KMD Version: 610.57.04     CUDA UMD Version: 13.3     |\n", "13.3"),
     ],
 )
-def test_how_smi_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, loaded: bool, status: str, cards: int
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(SMI + body.replace("touch called", f"touch {tmp_path}/called") + "\n")
-    program.chmod(0o755)
+def test_cuda_version(table: str, version: str) -> None:
+    assert script.parse_cuda_version(table) == version
+
+
+# Answers like the real one: `--query-gpu` refuses a field that it does not know with exit code 2.
+SMI = """#!/bin/sh
+echo "$1" >> {folder}/calls
+row() {{
+    old=$(cat {folder}/unknown 2>/dev/null)
+    for field in $old; do
+        case ",${{1#*=}}," in *",$field,"*) printf 'Field "%s" is not a valid field to query.\\n\\n' "$field"; exit 2;; esac
+    done
+    case "$1" in
+        *compute_cap*) echo "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Enabled, 7.0, V100";;
+        *) echo "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Enabled, V100";;
+    esac
+}}
+apps() {{ echo "GPU-aa, 1, 300, /sbin/init"; }}
+table() {{ echo "| NVIDIA-SMI 535.309.01   Driver Version: 535.309.01   CUDA Version: 12.2 |"; }}
+{body}
+case "$1" in
+    --query-gpu=*) row "$1";;
+    --query-compute-apps=*) apps;;
+    "") table;;
+    *) exit 9;;
+esac
+"""
+
+
+class Smi:
+    """A stand-in for `nvidia-smi` on the PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(self, body: str = "") -> None:
+        program = self.folder / "nvidia-smi"
+        program.write_text(SMI.format(folder=self.folder, body=body))
+        program.chmod(0o755)
+
+    def collect(self, *, loaded: bool = True) -> tuple[dict[str, Any], str, dict[str, dict[str, Any]], dict[str, Any]]:
+        facts: dict[str, Any] = {"errors": {}}
+        smi, cuda_version, cards = script.collect_smi(loaded, facts)
+        return smi, cuda_version, cards, facts["errors"]
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     monkeypatch.setitem(script.COMMAND_ENVIRONMENT, "PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(script, "SMI_LIMIT_S", 1.0)
-    smi, found = script.collect_smi(loaded)
-    assert (smi["status"], len(found)) == (status, cards)
-    assert not (tmp_path / "called").exists()
+    return Smi(tmp_path)
 
 
-def test_no_smi_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(script.COMMAND_ENVIRONMENT, "PATH", str(tmp_path))
-    assert script.collect_smi(True) == ({"status": "absent", "output": ""}, {})
+def test_what_smi_knows(smi: Smi) -> None:
+    smi.install()
+    answer, cuda_version, cards, errors = smi.collect()
+    assert (answer["status"], answer["mismatch"], cuda_version, errors) == ("ok", False, "12.2", {})
+    card = cards["0000:18:00.0"]
+    assert (card["compute_capability"], card["name"]) == ("7.0", "V100")
+    assert card["processes"] == [{"pid": 1, "command": "init", "unit": "", "memory_bytes": 300 << 20}]
+    assert set(card) <= set(Gpu.model_fields)
+
+
+def test_what_an_older_driver_does_not_know_is_left_out(smi: Smi) -> None:
+    smi.install()
+    (smi.folder / "unknown").write_text("compute_cap\n")
+    answer, _, cards, errors = smi.collect()
+    assert (answer["status"], errors) == ("ok", {})
+    assert cards["0000:18:00.0"]["compute_capability"] == ""
+    assert cards["0000:18:00.0"]["ecc_mode"] == "enabled"
+    assert len([call for call in smi.calls if call.startswith("--query-gpu")]) == 2
+
+
+def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> None:
+    smi.install()
+    (smi.folder / "unknown").write_text("uuid\n")
+    answer, cuda_version, cards, _ = smi.collect()
+    assert (answer["status"], cuda_version, cards) == ("error", "", {})
+    assert len(smi.calls) == 1
+
+
+def test_a_lost_card_does_not_hide_the_others(smi: Smi) -> None:
+    smi.install('row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, Enabled, Enabled, 7.0, V100"; echo GPU is lost; exit 15; }')
+    answer, cuda_version, cards, _ = smi.collect()
+    assert (answer["status"], cuda_version, list(cards)) == ("error", "12.2", ["0000:3b:00.0"])
+    assert cards["0000:3b:00.0"]["processes"] == []
+
+
+def test_a_library_of_another_version_is_told(smi: Smi) -> None:
+    smi.install(
+        'echo "Failed to initialize NVML: Driver/library version mismatch"; echo "NVML library version: 535.309"; exit 18'
+    )
+    answer, _, cards, _ = smi.collect()
+    assert (answer["status"], answer["mismatch"], cards) == ("error", True, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "output"),
+    [
+        ("echo NVIDIA-SMI has failed; exit 9", "error", "NVIDIA-SMI has failed\n"),
+        ("sleep 600", "timeout", ""),
+        ("echo; exec yes", "error", "printed more than"),
+        ("exec head -c 300000 /dev/urandom", "ok", ""),
+        ("echo No devices were found; exit 0", "ok", "No devices were found\n"),
+    ],
+)
+def test_how_a_sick_smi_answers(smi: Smi, monkeypatch: pytest.MonkeyPatch, body: str, status: str, output: str) -> None:
+    monkeypatch.setattr(script, "SMI_LIMIT_S", 5.0 if "yes" in body else 1.0)
+    smi.install(body)
+    answer, cuda_version, cards, errors = smi.collect()
+    assert (answer["status"], cuda_version, cards, errors) == (status, "", {}, {})
+    assert output in answer["output"]
+    assert len(answer["output"]) <= 2000
+    # What is stuck once is not asked again.
+    assert len(smi.calls) == 1
+
+
+def test_an_smi_that_gets_stuck_later_costs_only_what_it_was_asked_then(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "SMI_LIMIT_S", 3.0)
+    smi.install("apps() { sleep 600; }; table() { exec yes; }")
+    answer, cuda_version, cards, errors = smi.collect()
+    assert (answer["status"], cuda_version, cards["0000:18:00.0"]["name"]) == ("ok", "", "V100")
+    assert cards["0000:18:00.0"]["processes"] == []
+    assert set(errors) == {"nvidia.processes", "nvidia.cuda_version"}
+
+
+def test_a_file_that_is_no_program_is_an_error(smi: Smi) -> None:
+    (smi.folder / "nvidia-smi").write_bytes(b"\x7fELF\0\0garbage")
+    (smi.folder / "nvidia-smi").chmod(0o755)
+    assert smi.collect()[0]["status"] == "error"
+
+
+def test_without_a_module_smi_is_not_called(smi: Smi) -> None:
+    """It would load the module, and the probe changes nothing."""
+    smi.install()
+    answer, _, cards, _ = smi.collect(loaded=False)
+    assert (answer["status"], answer["output"], cards) == ("error", "the kernel module is not loaded", {})
+    assert smi.calls == []
+
+
+def test_no_smi_is_absent(smi: Smi) -> None:
+    assert smi.collect() == ({"status": "absent", "output": "", "mismatch": False}, "", {}, {})
+
+
+def test_who_computes_is_named_by_the_host(tmp_path: Path) -> None:
+    (tmp_path / "4242").mkdir()
+    (tmp_path / "4242/comm").write_text("llama-server\n")
+    (tmp_path / "4242/cmdline").write_bytes(b"/usr/bin/python3\0-m\0vllm\0--api-key\0secret\0")
+    (tmp_path / "4242/cgroup").write_text("0::/system.slice/v100-chat.service\n")
+    gpus: list[dict[str, Any]] = [
+        {"processes": [{"pid": pid, "command": "seen", "unit": "", "memory_bytes": None} for pid in (4242, 5000)]},
+        {"pci_address": "without any"},
+    ]
+    named = script.name_gpu_processes(gpus, str(tmp_path))
+    assert [(process["command"], process["unit"]) for process in named[0]["processes"]] == [
+        ("python3 -m vllm", "v100-chat.service"),
+        ("seen", ""),
+    ]
+
+
+# --- the driver on disk -------------------------------------------------------------------------------------------------------
+
+
+def test_library_version(tmp_path: Path) -> None:
+    for folder, files in {
+        "debian": {"libnvidia-ml.so.1": "alternatives", "alternatives": "current/libnvidia-ml.so.1"},
+        "debian/current": {"libnvidia-ml.so.1": "libnvidia-ml.so.535.309.01", "libnvidia-ml.so.535.309.01": ""},
+        "odd": {"libnvidia-ml.so.1": "libnvidia-ml.so.beta", "libnvidia-ml.so.beta": ""},
+        "x86_64-linux-gnu": {"libnvidia-ml.so.1": "libnvidia-ml.so.580.65.06", "libnvidia-ml.so.580.65.06": ""},
+    }.items():
+        (tmp_path / folder).mkdir()
+        for name, target in files.items():
+            if target:
+                (tmp_path / folder / name).symlink_to(target)
+            else:
+                (tmp_path / folder / name).touch()
+
+    def version(*folders: str) -> str:
+        return script.library_version(tuple(str(tmp_path / folder) for folder in folders), "x86_64")
+
+    assert version("none", "odd", "debian") == "535.309.01"
+    assert version("{machine}-linux-gnu", "debian") == "580.65.06"
+    assert version("none", "odd") == ""
+
+
+@pytest.mark.parametrize(
+    ("listed", "found"),
+    [
+        # Debian's DKMS build; Ubuntu's ready-made one; the installer's own; Debian's open one.
+        ("updates/dkms/nvidia-current.ko", "updates/dkms/nvidia-current.ko"),
+        ("kernel/nvidia-535/nvidia.ko", "kernel/nvidia-535/nvidia.ko"),
+        ("kernel/drivers/video/nvidia.ko.zst", "kernel/drivers/video/nvidia.ko.zst"),
+        ("updates/dkms/nvidia-current-open.ko.xz", "updates/dkms/nvidia-current-open.ko.xz"),
+        ("kernel/drivers/video/nvidia.ko updates/dkms/nvidia.ko", "updates/dkms/nvidia.ko"),
+        ("kernel/drivers/platform/x86/nvidia-wmi-ec-backlight.ko updates/dkms/nvidia-current-drm.ko", None),
+        ("", None),
+    ],
+)
+def test_the_module_that_a_kernel_would_load(tmp_path: Path, listed: str, found: str | None) -> None:
+    folder = tmp_path / "6.1.0-41-amd64"
+    folder.mkdir()
+    (folder / "modules.dep").write_text("kernel/x.ko:\n" + "".join(f"{path}: kernel/y.ko\n" for path in listed.split()))
+    assert script.find_module(folder.name, str(tmp_path)) == (str(folder / found) if found else None)
+    assert script.find_module("another", str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("echo 'license:        NVIDIA'; echo 'version:        535.309.01'", ("535.309.01", "proprietary")),
+        ("echo 'version:        580.65.06'; echo 'license:        Dual MIT/GPL'", ("580.65.06", "open")),
+        ("echo 'version: 580.65.06'", ("580.65.06", "")),
+        ("echo 'modinfo: ERROR: Module nvidia not found.' >&2; exit 1", "`modinfo` failed with 1"),
+        ("head -c 100000 /dev/urandom", "tells no version"),
+        ("exec yes", "printed more than"),
+    ],
+)
+def test_the_module_on_disk(smi: Smi, body: str, expected: str | tuple[str, str]) -> None:
+    modinfo = smi.folder / "modinfo"
+    modinfo.write_text(f"#!/bin/sh\n{body}\n")
+    modinfo.chmod(0o755)
+    (smi.folder / "6.1").mkdir()
+    (smi.folder / "6.1/modules.dep").write_text("updates/dkms/nvidia.ko:\n")
+    if isinstance(expected, str):
+        with pytest.raises(script.ProbeFailure, match=expected):
+            script.collect_module_file("6.1", str(smi.folder))
+    else:
+        assert script.collect_module_file("6.1", str(smi.folder)) == {
+            "on_disk_module_version": expected[0],
+            "on_disk_module_flavour": expected[1],
+        }
+
+
+def test_without_a_module_on_disk_nobody_is_asked(tmp_path: Path) -> None:
+    assert script.collect_module_file("6.1", str(tmp_path)) == {"on_disk_module_version": "", "on_disk_module_flavour": ""}
+
+
+def test_fabric_manager(smi: Smi) -> None:
+    proc = smi.folder / "proc"
+    (proc / "77").mkdir(parents=True)
+    (proc / "77/comm").write_text("nv-fabricmanage\n")
+    assert script.collect_fabric_manager(str(proc)) == ""
+    (smi.folder / "nv-fabricmanager").write_text("")
+    (smi.folder / "nv-fabricmanager").chmod(0o755)
+    assert script.collect_fabric_manager(str(proc)) == "active"
+    (proc / "77/comm").write_text("sh\n")
+    assert script.collect_fabric_manager(str(proc)) == "installed"
+
+
+def test_the_drivers_parts_fail_one_by_one(smi: Smi, pci: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(release: str) -> None:
+        raise script.ProbeFailure(f"no module of {release} today")
+
+    monkeypatch.setattr(script, "collect_module_file", fail)
+    facts: dict[str, Any] = {"errors": {}}
+    nvidia, _ = script.collect_nvidia(facts, str(pci))
+    assert nvidia["nvswitch_count"] == 2
+    assert nvidia["smi"]["status"] == "absent"
+    assert facts["errors"] == {"nvidia.module_file": f"no module of {os.uname().release} today"}
+    assert set(nvidia) <= set(Nvidia.model_fields)
+
+
+# --- kernel and firmware ------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_and_headers(tmp_path: Path) -> None:
+    modules, boot, source = tmp_path / "modules", tmp_path / "boot", tmp_path / "src"
+    for release in ("6.1.0-9-amd64", "6.1.0-41-amd64", "6.1.0-40-amd64", "6.1.0-42-amd64"):
+        (modules / release).mkdir(parents=True)
+    for release in ("6.1.0-9-amd64", "6.1.0-41-amd64"):
+        (source / release).mkdir(parents=True)
+        (source / release / "Makefile").touch()
+        (modules / release / "build").symlink_to(source / release)
+    # Headers that were removed leave the link behind.
+    (modules / "6.1.0-40-amd64/build").symlink_to(source / "6.1.0-40-amd64")
+    boot.mkdir()
+    for name in ("vmlinuz-6.1.0-41-amd64", "vmlinuz-6.1.0-9-amd64", "vmlinuz-0-rescue-abc", "config-6.1.0-8-amd64"):
+        (boot / name).touch()
+    (modules / "6.1.0-42-amd64/vmlinuz").touch()
+    assert script.collect_kernel_headers(str(modules)) == ["6.1.0-9-amd64", "6.1.0-41-amd64"]
+    assert script.collect_kernels_installed(str(boot), str(modules)) == ["6.1.0-9-amd64", "6.1.0-41-amd64", "6.1.0-42-amd64"]
+    assert script.collect_kernel_headers(str(tmp_path / "none")) == []
+    assert script.collect_kernels_installed(str(tmp_path / "none"), str(tmp_path / "none")) == []
+
+
+@given(st.sets(st.text()))
+def test_any_kernel_names_can_be_sorted(names: set[str]) -> None:
+    assert set(script.by_version(names)) == names
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"BootOrder-8be4df61-93ca-11d2-aa0d-00e098032b8c": b"\7\0\0\0\1\0"}, False),
+        ({script.SECURE_BOOT_VARIABLE: b"\6\0\0\0\1"}, True),
+        ({script.SECURE_BOOT_VARIABLE: b"\6\0\0\0\0"}, False),
+    ],
+)
+def test_secure_boot(tmp_path: Path, variables: dict[str, bytes] | None, expected: bool | None) -> None:
+    if variables is not None:
+        (tmp_path / "efivars").mkdir()
+        for name, value in variables.items():
+            (tmp_path / "efivars" / name).write_bytes(value)
+    assert script.collect_secure_boot(str(tmp_path)) is expected
+
+
+@pytest.mark.parametrize("value", [b"", b"\6\0\0\0", b"\6\0\0\0\7", b"x" * 1000])
+def test_an_odd_secure_boot_variable_is_an_error(tmp_path: Path, value: bytes) -> None:
+    (tmp_path / "efivars").mkdir()
+    (tmp_path / "efivars" / script.SECURE_BOOT_VARIABLE).write_bytes(value)
+    with pytest.raises(script.ProbeFailure, match="SecureBoot-"):
+        script.collect_secure_boot(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "loaded", "blacklisted"),
+    [
+        ({}, False, False),
+        ({"proc/modules": "nouveau 2400000 1 - Live 0x0\nttm 1 1 nouveau, Live 0x0\n"}, True, False),
+        # It is another module that uses it here.
+        ({"proc/modules": "ttm 1 1 nouveau, Live 0x0\n"}, False, False),
+        ({"etc/modprobe.d/a.conf": "# comment\n  blacklist nouveau # why\noptions x\n"}, False, True),
+        ({"etc/modprobe.d/a.conf": "blacklist nouveau\r\n"}, False, True),
+        ({"usr/lib/modprobe.d/a.conf": "install nouveau /bin/false\n"}, False, True),
+        ({"usr/lib/modprobe.d/a.conf": "options nouveau modeset=0\n"}, False, True),
+        ({"lib/modprobe.d/a.conf": "alias nouveau off\n"}, False, True),
+        ({"etc/modprobe.d/a.conf": "#blacklist nouveau\nblacklist nouveau_extra\n"}, False, False),
+        ({"etc/modprobe.d/a.conf.disabled": "blacklist nouveau\n"}, False, False),
+        ({"proc/cmdline": "root=/dev/sda1 modprobe.blacklist=a,nouveau quiet"}, False, True),
+        ({"proc/cmdline": "nouveau.modeset=0"}, False, True),
+        ({"proc/cmdline": "nouveau.modeset=1 modprobe.blacklist=nouveaux"}, False, False),
+    ],
+)
+def test_nouveau(tmp_path: Path, files: dict[str, str], loaded: bool, blacklisted: bool) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content, newline="")
+    assert script.collect_nouveau(str(tmp_path)) == {"loaded": loaded, "blacklisted": blacklisted}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "limit"),
+    [
+        ("memory.max", "8589934592\n", 8 << 30),
+        ("memory.max", "max\n", None),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", 9223372036854771712),
+        ("memory.max", "nonsense\n", None),
+        ("other", "1\n", None),
+    ],
+)
+def test_cgroup_memory_limit(tmp_path: Path, name: str, content: str, limit: int | None) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    assert script.cgroup_memory_limit(str(tmp_path)) == limit
+
+
+def test_a_ceiling_above_the_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    total_bytes = script.collect_memory()["total_bytes"]
+    for limit_bytes, expected in ((total_bytes - 1, total_bytes - 1), (total_bytes, None), (1 << 62, None), (None, None)):
+        monkeypatch.setattr(script, "cgroup_memory_limit", lambda limit_bytes=limit_bytes: limit_bytes)
+        assert script.collect_memory()["limit_bytes"] == expected
+
+
+# --- compilers and toolkits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "upstream"),
+    [
+        ("12.2.0-14+deb12u1", "12.2.0"),
+        ("4:13.2.0-7ubuntu1", "13.2.0"),
+        ("11.5.0-5.el9_5", "11.5.0"),
+        ("3.25.1", "3.25.1"),
+        ("", ""),
+    ],
+)
+def test_upstream_version(version: str, upstream: str) -> None:
+    assert script.upstream_version(version) == upstream
+
+
+def make_program(path: Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "COMPILERS_LIMIT_S", 2.0)
+    local, system = tmp_path / "local", tmp_path / "bin"
+    make_program(local / "gcc", "[ $1 = -dumpfullversion ] && echo 10.2.1")
+    make_program(system / "gcc", "echo 9.9.9")
+    make_program(system / "gcc-11", "echo 11.4.0; exit 1")
+    make_program(system / "g++-12", "head -c 1000 /dev/urandom")
+    make_program(system / "gcc-ar", "echo 1.0")
+    make_program(system / "g++-13", "echo 13")
+    (system / "gcc-9").write_text("not executable")
+    facts: dict[str, Any] = {"errors": {}}
+    # What comes first on the PATH counts.
+    assert script.collect_compilers(facts, (str(local), str(system))) == {"gcc": "10.2.1", "g++-13": "13"}
+    assert set(facts["errors"]) == {"compilers.gcc-11", "compilers.g++-12"}
+    assert script.collect_compilers(facts, (str(tmp_path / "none"),)) == {}
+
+
+@pytest.mark.parametrize(
+    ("real", "installed", "version"),
+    [
+        ("/usr/bin/x86_64-linux-gnu-gcc-12", {"gcc-12": "12.2.0-14+deb12u1"}, "12.2.0"),
+        ("/usr/bin/x86_64-linux-gnu-g++-11", {"g++-11": "11.4.0-1ubuntu1~22.04", "gcc-11": "11.3.0-1"}, "11.4.0"),
+        ("/usr/bin/gcc", {"gcc": "11.5.0-5.el9_5"}, "11.5.0"),
+        ("/usr/bin/g++", {"gcc-c++": "11.5.0-5.el9_5"}, "11.5.0"),
+        # Not a package's, a wrapper, two versions at once: the compiler itself is asked, which is not there.
+        ("/usr/bin/x86_64-linux-gnu-gcc-12", {}, ""),
+        ("/usr/bin/ccache", {"gcc-12": "12.2.0-14"}, ""),
+        ("/usr/local/bin/gcc", {"gcc": "12.2.0-14"}, ""),
+        ("/usr/bin/gcc", {"gcc": "11.5.0-5.el9, 12.1.0-1.el9"}, ""),
+    ],
+)
+def test_a_compilers_version_is_its_packages(
+    monkeypatch: pytest.MonkeyPatch, real: str, installed: dict[str, str], version: str
+) -> None:
+    monkeypatch.setattr(os.path, "realpath", lambda path: real)
+    assert script.compiler_version("/nonexistent/compiler", installed, 1.0) == version
+
+
+def test_the_compilers_here_say_the_same_as_their_packages() -> None:
+    facts: dict[str, Any] = {"errors": {}, "packages": script.collect_packages()}
+    known = script.collect_compilers(facts)
+    if not known:
+        pytest.skip("no gcc here")
+    for name, version in known.items():
+        told = subprocess.run([name, "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
+        assert version == told
+
+
+def test_cuda_toolkits(tmp_path: Path) -> None:
+    local = tmp_path / "usr/local"
+    make_program(local / "cuda-11.8/bin/nvcc", "")
+    (local / "cuda-11.8/version.json").write_text('{"cuda": {"name": "CUDA SDK", "version": "11.8.20220929"}, "cuda_nvcc": {}}')
+    (local / "cuda-10.2").mkdir()
+    (local / "cuda-10.2/version.txt").write_text("CUDA Version 10.2.89\n")
+    (local / "cuda-12.9/include").mkdir(parents=True)
+    (local / "cuda-12.9/version.json").write_text("[]")
+    (local / "cuda-12.9/include/cuda.h").write_text("/* x */\n#define __CUDA_H__\n#define CUDA_VERSION 12090\n")
+    # Says nothing of itself but by its name, and no name either.
+    (local / "cuda-12.1").mkdir()
+    (local / "cuda-12.1/version.json").write_bytes(b"\xff\0binary")
+    (local / "cuda-13").mkdir()
+    (local / "cuda").symlink_to("cuda-11.8")
+    (local / "cuda-12").symlink_to("gone")
+    (local / "cuda-samples").mkdir()
+    assert [
+        (item["path"].rpartition("/")[2], item["version"], item["nvcc"])
+        for item in script.collect_cuda_toolkits({}, str(tmp_path))
+    ] == [
+        ("cuda-11.8", "11.8", True),
+        ("cuda-10.2", "10.2", False),
+        ("cuda-12.1", "12.1", False),
+        ("cuda-12.9", "12.9", False),
+        ("cuda-13", "", False),
+    ]
+
+
+def test_the_distributions_own_toolkit(tmp_path: Path) -> None:
+    make_program(tmp_path / "usr/lib/nvidia-cuda-toolkit/bin/nvcc", "")
+    own = {"path": str(tmp_path / "usr/lib/nvidia-cuda-toolkit"), "nvcc": True}
+    assert script.collect_cuda_toolkits({}, str(tmp_path)) == [own | {"version": ""}]
+    facts = {"packages": {"installed": {"nvidia-cuda-toolkit": "11.8.89~11.8.0-5~deb12u1"}}}
+    assert script.collect_cuda_toolkits(facts, str(tmp_path)) == [own | {"version": "11.8"}]
+    (tmp_path / "usr/include").mkdir()
+    (tmp_path / "usr/include/cuda.h").write_text("#define CUDA_VERSION 11050\n")
+    assert script.collect_cuda_toolkits({}, str(tmp_path)) == [own | {"version": "11.5"}]
+    assert script.collect_cuda_toolkits({}, str(tmp_path / "none")) == []
+
+
+def test_cmake_version(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(script.COMMAND_ENVIRONMENT, "PATH", str(smi.folder))
+    assert script.collect_cmake_version({}) == ""
+    make_program(smi.folder / "cmake", "echo 'cmake version 3.31.2'; echo; echo more")
+    facts = {"packages": {"installed": {"cmake": "3.25.1-1"}}}
+    # One that is not the package's tells its own version.
+    assert script.collect_cmake_version(facts) == "3.31.2"
+    monkeypatch.setattr(script, "find_program", lambda name: "/usr/bin/cmake")
+    assert script.collect_cmake_version(facts) == "3.25.1"
 
 
 def test_modes_are_four_digits(tmp_path: Path, names: script.Names) -> None:

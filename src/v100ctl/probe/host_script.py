@@ -65,6 +65,10 @@ MAX_RELEASE_FILES = 5000
 MAX_UNITS = 200
 MAX_LISTENERS = 1000
 MAX_PROC_LINKS = 200000
+MAX_GPU_PROCESSES = 256
+MAX_PCI_DEVICES = 4096
+MAX_KERNELS = 64
+MAX_TOOLKITS = 32
 
 CONFIG_DIR = "/etc/v100ctl"
 UNIT_DIR = "/etc/systemd/system"
@@ -93,6 +97,36 @@ COMMAND_ENVIRONMENT = {
 }
 INTERPRETER = re.compile(r"(?:python|pypy|node|perl|ruby|java|php|sh|bash|dash)[0-9.]*")
 CAP_SYS_RESOURCE = 24
+#: Flags of a PCI resource (include/linux/ioport.h): memory, 64-bit, no address assigned.
+IORESOURCE_MEM = 0x200
+IORESOURCE_MEM_64 = 0x100000
+IORESOURCE_UNSET = 0x20000000
+#: The most lanes a PCI Express link can have; a card that has fallen off the bus reads as 63.
+MAX_LINK_WIDTH = 32
+# A product name may hold a comma, so it comes last.
+SMI_FIELDS = (
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "memory.total",
+    "memory.used",
+    "persistence_mode",
+    "ecc.mode.current",
+    "compute_cap",
+    "name",
+)
+SMI_PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
+SMI_UNKNOWN_FIELD = re.compile(r'Field "([a-z_.]{1,60})" is not a valid field to query')
+SMI_MISMATCH = "Driver/library version mismatch"
+WATCHED_MODULES = ("nvidia", "nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nouveau", "vfio_pci")
+# Debian names its builds `nvidia-current`, `nvidia-tesla-470`, `nvidia-current-open`; all others just `nvidia`.
+MODULE_FILE = re.compile(r"nvidia(?:-current|-tesla(?:-[0-9]+)?|-legacy-[0-9]+xx|-[0-9]+)?(?:-open)?\.ko(?:\.(?:gz|xz|zst))?")
+DRIVER_VERSION = re.compile(r"[0-9]{3,}\.[0-9]+(?:\.[0-9]+)?")
+LIBRARY_DIRS = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")
+MODPROBE_DIRS = ("etc/modprobe.d", "run/modprobe.d", "usr/local/lib/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
+SECURE_BOOT_VARIABLE = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+COMPILER = re.compile(r"(?:gcc|g\+\+)(?:-[0-9]{1,2})?")
+COMPILERS_LIMIT_S = 3.0
 X86_LEVELS = (
     ("x86-64-v2", ("cx16", "lahf_lm", "popcnt", "pni", "sse4_1", "sse4_2", "ssse3")),
     ("x86-64-v3", ("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")),
@@ -441,6 +475,20 @@ def parse_meminfo(content: str) -> "Document":
         "swap_total_bytes": values.get("SwapTotal", 0),
         "swap_free_bytes": values.get("SwapFree", 0),
     }
+
+
+def cgroup_memory_limit(root: str = "/sys/fs/cgroup") -> "int | None":
+    """Bytes that this host's own top control group allows (a container's ceiling), or ``None``."""
+    limit = read_text(os.path.join(root, "memory.max"), "") or read_text(os.path.join(root, "memory/memory.limit_in_bytes"), "")
+    return int(limit) if re.fullmatch(r"[0-9]{1,20}", limit) else None
+
+
+def collect_memory() -> "Document":
+    """Memory, with the control group's ceiling where that is what counts."""
+    memory = parse_meminfo(read_text("/proc/meminfo"))
+    limit_bytes = cgroup_memory_limit()
+    memory["limit_bytes"] = limit_bytes if limit_bytes is not None and limit_bytes < memory["total_bytes"] else None
+    return memory
 
 
 def parse_limits(content: str) -> "dict[str, tuple[int | None, int | None]]":
@@ -1199,32 +1247,300 @@ def collect_health(urls: "dict[str, str]", limit_s: float = 3.0) -> "dict[str, D
     return {name: answers.get(name, {"status": None, "error": f"no answer within {limit_s:g} s"}) for name in urls}
 
 
+# --- kernel and firmware ------------------------------------------------------------------------------------------------------
+
+
+def by_version(names: "set[str]") -> "list[str]":
+    """Kernel releases, oldest first: numbers are compared as numbers."""
+    return sorted(
+        names,
+        key=lambda name: [(len(part), part) if part.isdigit() else (0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)],
+    )
+
+
+def collect_kernel_headers(modules: str = "/lib/modules") -> "list[str]":
+    """Kernel releases that modules can be built for. A link to headers that were removed leads nowhere and does not count."""
+    found = {name for name in _listdir(modules) if os.path.isfile(os.path.join(modules, name, "build", "Makefile"))}
+    return [text(name) for name in by_version(found)[-MAX_KERNELS:]]
+
+
+def collect_kernels_installed(boot: str = "/boot", modules: str = "/lib/modules") -> "list[str]":
+    """Kernel releases that can be booted: Debian's images lie in ``/boot``, some others' beside the modules too."""
+    found = {name[len("vmlinuz-") :] for name in _listdir(boot) if name.startswith("vmlinuz-") and "rescue" not in name}
+    found |= {name for name in _listdir(modules) if os.path.isfile(os.path.join(modules, name, "vmlinuz"))}
+    return [text(name) for name in by_version(found)[-MAX_KERNELS:]]
+
+
+def collect_secure_boot(firmware: str = "/sys/firmware/efi") -> "bool | None":
+    """Whether Secure Boot is on; ``None`` without EFI or where its variables are not to be seen (a container).
+
+    Raises:
+        ProbeFailure: the variable holds something else.
+    """
+    names = _listdir(os.path.join(firmware, "efivars"))
+    if not names:
+        return None
+    if SECURE_BOOT_VARIABLE not in names:
+        # Firmware that knows no Secure Boot.
+        return False
+    # Four bytes of attributes, then the value.
+    raw = read_file(os.path.join(firmware, "efivars", SECURE_BOOT_VARIABLE), 16)
+    if len(raw) != 5 or raw[4] > 1:
+        raise ProbeFailure(f"{SECURE_BOOT_VARIABLE} holds {raw.hex() or 'nothing'}")
+    return raw[4] == 1
+
+
+def loaded_modules(root: str = "/") -> "set[str]":
+    """Names of all loaded kernel modules."""
+    content = read_text(os.path.join(root, "proc/modules"), "", limit_bytes=4 << 20)
+    return {line.partition(" ")[0] for line in content.splitlines()}
+
+
+def blacklists_nouveau(content: str) -> bool:
+    """Whether a ``modprobe.d`` file keeps nouveau from loading, or from taking a card."""
+    return bool(
+        re.search(
+            r"^[ \t]*(?:blacklist[ \t]+nouveau|alias[ \t]+nouveau[ \t]+off|install[ \t]+nouveau[ \t]+(?:/usr)?/bin/(?:true|false)"
+            r"|options[ \t]+nouveau\b.*\bmodeset=0)[ \t]*(?:#.*)?$",
+            content,
+            re.M,
+        )
+    )
+
+
+def boot_blacklists_nouveau(command_line: str) -> bool:
+    """Whether the kernel's command line does the same."""
+    for word in command_line.split():
+        name, _, value = word.partition("=")
+        if name in ("modprobe.blacklist", "module_blacklist", "rd.driver.blacklist") and "nouveau" in value.split(","):
+            return True
+        if (name, value) in (("nouveau.modeset", "0"), ("nouveau.blacklist", "1")):
+            return True
+    return False
+
+
+def collect_nouveau(root: str = "/") -> "Document":
+    """The kernel's own driver for NVIDIA cards."""
+    blacklisted = boot_blacklists_nouveau(read_text(os.path.join(root, "proc/cmdline"), ""))
+    for folder in MODPROBE_DIRS:
+        for name in sorted(_listdir(os.path.join(root, folder)))[:MAX_FILES]:
+            if blacklisted:
+                break
+            if name.endswith(".conf"):
+                blacklisted = blacklists_nouveau(read_text(os.path.join(root, folder, name), ""))
+    return {"loaded": "nouveau" in loaded_modules(root), "blacklisted": blacklisted}
+
+
+# --- compilers and toolkits ---------------------------------------------------------------------------------------------------
+
+
+def upstream_version(version: str) -> str:
+    """The upstream part of a package's version: ``4:13.2.0-7ubuntu1`` is ``13.2.0``."""
+    return re.sub(r"-[^-]*$", "", version.partition(":")[2] or version)
+
+
+def installed_packages(facts: "Document") -> "dict[str, str]":
+    """What the package manager has, as far as that is known by now."""
+    installed = facts.get("packages", {}).get("installed", {})
+    return installed if isinstance(installed, dict) else {}
+
+
+def compiler_version(path: str, installed: "dict[str, str]", limit_s: float) -> str:
+    """The full version of a gcc: its package's, else what it says itself; empty if neither is known.
+
+    Debian's ``gcc`` leads to ``x86_64-linux-gnu-gcc-12``, which the package ``gcc-12`` brings.
+    """
+    real = os.path.realpath(path)
+    found = re.fullmatch(r"/usr/bin/(?:[a-z0-9_]+-[a-z0-9_-]+-)?((?:gcc|g\+\+)(?:-[0-9]{1,2})?)", real)
+    package = found.group(1) if found else ""
+    # Its name on systems with rpm.
+    version = upstream_version(installed.get(package, "") or installed.get(package.replace("g++", "gcc-c++"), ""))
+    if re.fullmatch(r"[0-9]+(?:\.[0-9]+){2}", version):
+        return version
+    if limit_s <= 0:
+        return ""
+    try:
+        told = run_command([path, "-dumpfullversion", "-dumpversion"], limit_s).strip()
+    except (ProbeFailure, OSError):
+        return ""
+    return told if re.fullmatch(r"[0-9]+(?:\.[0-9]+){0,3}", told) else ""
+
+
+def collect_compilers(facts: "Document", folders: "tuple[str, ...]" = ("/usr/local/bin", "/usr/bin")) -> "dict[str, str]":
+    """The gcc compilers that a build would find by name, with their versions. One whose version is not known is left out."""
+    deadline_s = time.monotonic() + COMPILERS_LIMIT_S
+    installed = installed_packages(facts)
+    compilers = {}  # type: dict[str, str]
+    for folder in folders:
+        for name in sorted(_listdir(folder)):
+            path = os.path.join(folder, name)
+            if name in compilers or not COMPILER.fullmatch(name) or not os.access(path, os.X_OK):
+                continue
+            version = compiler_version(path, installed, min(1.0, deadline_s - time.monotonic()))
+            if version:
+                compilers[name] = version
+            else:
+                note_error(facts, f"compilers.{name}", f"{path} does not tell its version")
+    return compilers
+
+
+def cuda_release(folder: str, include: str) -> str:
+    """A toolkit's release (``11.8``) from the files that say so, by age: ``version.json``, ``version.txt``, ``cuda.h``."""
+    try:
+        stated = read_json(os.path.join(folder, "version.json")).get("cuda")
+        version = str(stated.get("version", "")) if isinstance(stated, dict) else ""
+    except (OSError, ProbeFailure):
+        version = ""
+    found = re.match(r"[0-9]+\.[0-9]+", version)
+    if not found:
+        found = re.search(r"(?<=CUDA Version )[0-9]+\.[0-9]+", read_text(os.path.join(folder, "version.txt"), ""))
+    if found:
+        return found.group()
+    header = read_text(os.path.join(include, "cuda.h"), "", limit_bytes=256 << 10)
+    number = re.search(r"^[ \t]*#[ \t]*define[ \t]+CUDA_VERSION[ \t]+([0-9]{4,6})\b", header, re.M)
+    return f"{int(number.group(1)) // 1000}.{int(number.group(1)) % 1000 // 10}" if number else ""
+
+
+def collect_cuda_toolkits(facts: "Document", root: str = "/") -> "list[Document]":
+    """CUDA toolkits: NVIDIA's below ``/usr/local``, and the distribution's own. Links to one are not counted again."""
+    local = os.path.join(root, "usr/local")
+    folders = dict.fromkeys(
+        os.path.realpath(os.path.join(local, name))
+        for name in sorted(_listdir(local))
+        if re.fullmatch(r"cuda(?:-[0-9]+(?:\.[0-9]+)*)?", name)
+    )
+    toolkits = []  # type: list[Document]
+    for folder in list(folders)[:MAX_TOOLKITS]:
+        if not os.path.isdir(folder):
+            continue
+        named = re.search(r"/cuda-([0-9]+\.[0-9]+)", folder)
+        version = cuda_release(folder, os.path.join(folder, "include")) or (named.group(1) if named else "")
+        nvcc = os.access(os.path.join(folder, "bin/nvcc"), os.X_OK)
+        toolkits.append({"path": text(folder), "version": version, "nvcc": nvcc})
+    own = os.path.join(root, "usr/lib/nvidia-cuda-toolkit")
+    include = os.path.join(root, "usr/include")
+    if os.path.isdir(own) or os.path.isfile(os.path.join(include, "cuda.h")):
+        package = installed_packages(facts).get("nvidia-cuda-toolkit", "")
+        packaged = re.match(r"[0-9]+\.[0-9]+", package)
+        version = cuda_release(own, include) or (packaged.group() if packaged else "")
+        nvcc = os.access(os.path.join(own, "bin/nvcc"), os.X_OK)
+        toolkits.append({"path": text(own), "version": version, "nvcc": nvcc})
+    return toolkits
+
+
+def collect_cmake_version(facts: "Document") -> str:
+    """The version of the ``cmake`` that a build would find: its package's, else what it says itself; empty if there is none."""
+    program = find_program("cmake")
+    if program is None:
+        return ""
+    packaged = upstream_version(installed_packages(facts).get("cmake", "")) if program == "/usr/bin/cmake" else ""
+    if not packaged:
+        packaged = run_command([program, "--version"], 2.0)
+    found = re.search(r"[0-9]+\.[0-9]+(?:\.[0-9]+)?", packaged)
+    return found.group() if found else ""
+
+
 # --- GPUs ---------------------------------------------------------------------------------------------------------------------
+
+
+def link_speed(content: str) -> "float | None":
+    """``8.0 GT/s PCIe`` as 8.0; the kernel says ``Unknown`` of a card that does not answer."""
+    found = re.match(r"([0-9]{1,3}(?:\.[0-9])?) GT/s", content)
+    return float(found.group(1)) if found else None
+
+
+def link_width(content: str) -> "int | None":
+    """A number of lanes, ``None`` where there is no link."""
+    return int(content) if re.fullmatch(r"[0-9]{1,3}", content) and 0 < int(content) <= MAX_LINK_WIDTH else None
+
+
+def bar1_size(content: str) -> "int | None":
+    """The size of NVIDIA's BAR1, the window on the card's memory, from the ``resource`` file; 0 if it has no address.
+
+    A line is a PCI base address register (start, end, flags in hexadecimal), and a 64-bit region takes two. BAR1 comes after the
+    card's registers. Those are a 32-bit region on Volta, Ampere and GeForce, so that it is the second line and the third one is
+    empty; on Hopper they are a 64-bit one, so that it is the third line.
+    """
+    try:
+        bars = [tuple(int(field, 16) for field in line.split()) for line in content.splitlines()[:6]]
+    except ValueError:
+        return None
+    if len(bars) < 3 or any(len(bar) != 3 for bar in bars):
+        return None
+    start, end, flags = bars[2 if bars[2][2] & IORESOURCE_MEM_64 else 1]
+    if not start or not flags & IORESOURCE_MEM or flags & IORESOURCE_UNSET:
+        return 0
+    return end - start + 1
+
+
+def off_the_bus(folder: str) -> bool:
+    """Whether a device's configuration space reads all ones. One that sleeps is left asleep: reading would wake it."""
+    if read_text(os.path.join(folder, "power/runtime_status"), "") in ("suspended", "suspending"):
+        return False
+    try:
+        raw = read_file(os.path.join(folder, "config"), 64)
+    except (OSError, ProbeFailure):
+        return False
+    return len(raw) >= 4 and not raw.strip(b"\xff")
+
+
+def display_attached(folder: str) -> "bool | None":
+    """Whether a monitor is connected, by the connectors that a display driver shows; ``None`` where none does."""
+    states = []
+    for card in _listdir(os.path.join(folder, "drm")):
+        for connector in _listdir(os.path.join(folder, "drm", card)):
+            if connector.startswith(card + "-"):
+                states.append(read_text(os.path.join(folder, "drm", card, connector, "status"), ""))
+    return "connected" in states if states else None
+
+
+def link_name(path: str) -> str:
+    """The last part of where a link leads to, empty if it is none."""
+    try:
+        return text(os.path.basename(os.readlink(path)))
+    except OSError:
+        return ""
+
+
+def nvidia_devices(root: str) -> "Iterator[tuple[str, str, str]]":
+    """NVIDIA's devices on the PCI bus, in PCI order: address, folder, class (``0302``)."""
+    for address in sorted(_listdir(root))[:MAX_PCI_DEVICES]:
+        folder = os.path.join(root, address)
+        if read_text(os.path.join(folder, "vendor"), "") == "0x10de":
+            yield address, folder, read_text(os.path.join(folder, "class"), "")[2:6]
 
 
 def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
     """NVIDIA display and 3D controllers on the PCI bus, in PCI order."""
     gpus = []
-    for address in sorted(_listdir(root)):
-        folder = os.path.join(root, address)
-        vendor, kind = (read_text(os.path.join(folder, name), "") for name in ("vendor", "class"))
-        if vendor != "0x10de" or not kind.startswith("0x03"):
+    for address, folder, kind in nvidia_devices(root):
+        if not kind.startswith("03"):
             continue
-        try:
-            driver = os.path.basename(os.readlink(os.path.join(folder, "driver")))
-        except OSError:
-            driver = ""
-        try:
-            numa_node = int(read_text(os.path.join(folder, "numa_node"), "-1"))
-        except ValueError:
-            numa_node = -1
-        device = read_text(os.path.join(folder, "device"), "")
+
+        def show(name: str, folder: str = folder) -> str:
+            return read_text(os.path.join(folder, name), "")
+
+        numa_node = re.fullmatch(r"[0-9]{1,6}", show("numa_node"))
+        iommu_group = link_name(os.path.join(folder, "iommu_group"))
+        device, board_vendor, board = show("device"), show("subsystem_vendor"), show("subsystem_device")
         gpus.append(
             {
                 "pci_address": text(address),
                 "pci_id": "10de:" + device[2:] if device.startswith("0x") else "",
-                "kernel_driver": text(driver),
-                "numa_node": numa_node,
+                "kernel_driver": link_name(os.path.join(folder, "driver")),
+                "numa_node": int(numa_node.group()) if numa_node else -1,
+                "pci_class": kind,
+                "subsystem_id": f"{board_vendor[2:]}:{board[2:]}"
+                if board_vendor.startswith("0x") and board.startswith("0x")
+                else "",
+                "bar1_bytes": bar1_size(show("resource")),
+                "link_speed_gts": link_speed(show("current_link_speed")),
+                "link_width": link_width(show("current_link_width")),
+                "max_link_speed_gts": link_speed(show("max_link_speed")),
+                "max_link_width": link_width(show("max_link_width")),
+                "revision_ff": off_the_bus(folder),
+                "iommu_group": int(iommu_group) if re.fullmatch(r"[0-9]{1,6}", iommu_group) else None,
+                "display_attached": display_attached(folder),
             }
         )
     return gpus
@@ -1233,7 +1549,7 @@ def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
 def parse_driver_version(content: str) -> "Document":
     """``/proc/driver/nvidia/version``: version and flavour of the loaded module."""
     line = next((line for line in content.splitlines() if line.startswith("NVRM version:")), "")
-    version = re.search(r"\b([0-9]{3,}\.[0-9]+(?:\.[0-9]+)?)\b", line)
+    version = re.search(rf"\b({DRIVER_VERSION.pattern})\b", line)
     if not version:
         return {"module_version": "", "module_flavour": ""}
     return {"module_version": version.group(1), "module_flavour": "open" if "Open Kernel Module" in line else "proprietary"}
@@ -1245,23 +1561,63 @@ def normalize_pci_address(address: str) -> str:
     return f"{int(match.group(1), 16):04x}:{match.group(2).lower()}" if match else address.strip().lower()
 
 
-def parse_smi(output: str) -> "dict[str, Document]":
-    """``nvidia-smi --query-gpu=index,uuid,pci.bus_id,name,memory.total,memory.used``, by PCI address."""
+def _mebibytes(field: str) -> "int | None":
+    return int(field) << 20 if re.fullmatch(r"[0-9]{1,9}", field) else None
+
+
+def _switch(field: str) -> str:
+    return field.lower() if field in ("Enabled", "Disabled") else ""
+
+
+def parse_smi(output: str, fields: "tuple[str, ...]" = SMI_FIELDS) -> "dict[str, Document]":
+    """The rows of ``nvidia-smi --query-gpu``, by PCI address. Fields that were not asked for are not known."""
     cards = {}
     for line in output.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) < 6 or not fields[0].isdigit():
+        values = [value.strip() for value in line.split(",", len(fields) - 1)]
+        row = dict(zip(fields, values))
+        if len(values) < len(fields) or not re.fullmatch(r"[0-9]{1,4}", row["index"]):
             continue
-        total, used = (int(field) << 20 if field.isdigit() else None for field in fields[-2:])
-        cards[normalize_pci_address(fields[2])] = {
-            "index": int(fields[0]),
-            "uuid": fields[1] if fields[1].startswith(("GPU-", "MIG-")) else "",
-            # A product name may hold a comma.
-            "name": ", ".join(fields[3:-2]),
-            "memory_total_bytes": total,
-            "memory_used_bytes": used,
+        capability = row.get("compute_cap", "")
+        cards[normalize_pci_address(row["pci.bus_id"])] = {
+            "index": int(row["index"]),
+            "uuid": row["uuid"] if row["uuid"].startswith(("GPU-", "MIG-")) else "",
+            "name": row["name"],
+            "memory_total_bytes": _mebibytes(row["memory.total"]),
+            "memory_used_bytes": _mebibytes(row["memory.used"]),
+            "compute_capability": capability if re.fullmatch(r"[0-9]{1,2}\.[0-9]", capability) else "",
+            "persistence_mode": _switch(row.get("persistence_mode", "")),
+            "ecc_mode": _switch(row.get("ecc.mode.current", "")),
         }
     return cards
+
+
+def parse_smi_processes(output: str) -> "dict[str, list[Document]]":
+    """The rows of ``nvidia-smi --query-compute-apps``, by the card's UUID.
+
+    Of what it calls the process's name only the program is kept: the rest may be a command line.
+    """
+    processes = {}  # type: dict[str, list[Document]]
+    for line in output.splitlines()[:MAX_GPU_PROCESSES]:
+        values = [value.strip() for value in line.split(",", len(SMI_PROCESS_FIELDS) - 1)]
+        if len(values) < len(SMI_PROCESS_FIELDS) or not re.fullmatch(r"[0-9]{1,10}", values[1]):
+            continue
+        uuid, pid, used, name = values
+        program = name.split(" ")[0]
+        processes.setdefault(uuid, []).append(
+            {
+                "pid": int(pid),
+                "command": "" if program.startswith("[") else os.path.basename(program)[:200],
+                "unit": "",
+                "memory_bytes": _mebibytes(used),
+            }
+        )
+    return processes
+
+
+def parse_cuda_version(table: str) -> str:
+    """The CUDA level in the head of ``nvidia-smi``'s table: ``CUDA Version: 12.2``, lately ``CUDA UMD Version: 13.3``."""
+    found = re.search(r"CUDA (?:UMD )?Version:\s*([0-9]+\.[0-9]+)", table)
+    return found.group(1) if found else ""
 
 
 def find_program(name: str) -> "str | None":
@@ -1273,25 +1629,142 @@ def find_program(name: str) -> "str | None":
     return None
 
 
-def collect_smi(loaded: bool) -> "tuple[Document, dict[str, Document]]":
-    """How ``nvidia-smi`` answers, and the cards it lists. Without a loaded module it is not called: it would load one."""
+def query_cards(program: str, deadline_s: float) -> "tuple[int | None, str, dict[str, Document]]":
+    """Exit code (``None``: no answer in time), output and cards. What an older driver does not know is not asked again."""
+    fields = SMI_FIELDS  # type: tuple[str, ...]
+    while True:
+        argv = [program, "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
+        code, raw = Command(argv, deadline_s - time.monotonic()).finish()
+        output = text(raw)
+        unknown = set(SMI_UNKNOWN_FIELD.findall(output)) & set(fields) if code else set()
+        # Without these the rest says nothing.
+        if not unknown or unknown & {"index", "uuid", "pci.bus_id", "name", "memory.total", "memory.used"}:
+            return code, output, parse_smi(output, fields) if code is not None else {}
+        fields = tuple(field for field in fields if field not in unknown)
+
+
+def collect_smi(loaded: bool, facts: "Document") -> "tuple[Document, str, dict[str, Document]]":
+    """How ``nvidia-smi`` answers, the CUDA level it shows, and the cards it lists with who computes on them.
+
+    Without a loaded module it is not called: it would load one. One time limit holds for all its calls. What else it may know is
+    asked only once it has listed cards: each call to a stuck driver leaves a process behind that nobody can kill.
+    """
+    smi = {"status": "absent", "output": "", "mismatch": False}  # type: Document
     program = find_program("nvidia-smi")
     if program is None:
-        return {"status": "absent", "output": ""}, {}
+        return smi, "", {}
     if not loaded:
-        return {"status": "error", "output": "the kernel module is not loaded"}, {}
-    query = "--query-gpu=index,uuid,pci.bus_id,name,memory.total,memory.used"
-    code, raw = Command([program, query, "--format=csv,noheader,nounits"], SMI_LIMIT_S).finish()
-    output = text(raw)
-    if code is None:
-        return {"status": "timeout", "output": output[:2000]}, {}
-    return {"status": "ok" if code == 0 else "error", "output": output[:2000]}, parse_smi(output) if code == 0 else {}
+        return dict(smi, status="error", output="the kernel module is not loaded"), "", {}
+    deadline_s = time.monotonic() + SMI_LIMIT_S
+    try:
+        code, output, cards = query_cards(program, deadline_s)
+    except (ProbeFailure, OSError) as error:
+        return dict(smi, status="error", output=text(str(error))[:2000]), "", {}
+    smi["output"] = output[:2000]
+    smi["status"] = "timeout" if code is None else "ok" if code == 0 else "error"
+    smi["mismatch"] = SMI_MISMATCH in output
+    if not cards:
+        return smi, "", {}
+    query = "--query-compute-apps=" + ",".join(SMI_PROCESS_FIELDS)
+    answers = []
+    # Both at once: where no persistence mode keeps the cards awake, each call takes its time.
+    commands = []
+    for key, argv in (("processes", [program, query, "--format=csv,noheader,nounits"]), ("cuda_version", [program])):
+        commands.append((key, Command(argv, max(0.1, deadline_s - time.monotonic()))))
+    for key, command in commands:
+        try:
+            code, raw = command.finish()
+            answers.append(text(raw) if code is not None else "")
+            if code is None:
+                note_error(facts, f"nvidia.{key}", f"`nvidia-smi` gave no answer within {SMI_LIMIT_S:g} s")
+        except ProbeFailure as error:
+            answers.append("")
+            note_error(facts, f"nvidia.{key}", str(error))
+    processes = parse_smi_processes(answers[0])
+    for card in cards.values():
+        card["processes"] = processes.get(card["uuid"], []) if card["uuid"] else []
+    return smi, parse_cuda_version(answers[1]), cards
 
 
-def collect_nvidia() -> "tuple[Document, dict[str, Document]]":
-    """The driver, and what ``nvidia-smi`` knows about each card, by PCI address."""
+def name_gpu_processes(gpus: "list[Document]", proc: str = "/proc") -> "list[Document]":
+    """The same cards with what computes on them as the host itself sees it; apart, because reading that may hang."""
+    for gpu in gpus:
+        for process in gpu.get("processes", []):
+            folder = os.path.join(proc, str(process["pid"]))
+            process["command"] = command_of(process["pid"], proc) or process["command"]
+            process["unit"] = unit_of(read_text(os.path.join(folder, "cgroup"), ""))
+    return gpus
+
+
+def library_version(folders: "tuple[str, ...]" = LIBRARY_DIRS, machine: str = "") -> str:
+    """The version of the driver's management library, by the name of the file that ``libnvidia-ml.so.1`` leads to."""
+    for folder in folders:
+        path = os.path.join(folder.format(machine=machine or os.uname().machine), "libnvidia-ml.so.1")
+        found = re.fullmatch(r"libnvidia-ml\.so\.(.+)", os.path.basename(os.path.realpath(path)))
+        if found and DRIVER_VERSION.fullmatch(found.group(1)):
+            return found.group(1)
+    return ""
+
+
+def find_module(release: str, modules: str = "/lib/modules") -> "str | None":
+    """The file of the ``nvidia`` module that a kernel would load, by ``depmod``'s own list."""
+    folder = os.path.join(modules, release)
+    listed = read_text(os.path.join(folder, "modules.dep"), "", limit_bytes=32 << 20)
+    found = [line.partition(":")[0] for line in listed.splitlines() if "/nvidia" in line]
+    found = [path for path in found if MODULE_FILE.fullmatch(os.path.basename(path))]
+    # Depmod's usual order: what was added later comes before what the kernel brought.
+    found.sort(key=lambda path: not path.startswith(("updates/", "extra/", "weak-updates/")))
+    return os.path.join(folder, found[0]) if found else None
+
+
+def collect_module_file(release: str, modules: str = "/lib/modules") -> "Document":
+    """Version and flavour of the module on disk, by ``modinfo``, which knows how to unpack it.
+
+    Raises:
+        ProbeFailure: there is a module, but it cannot be read.
+    """
+    path = find_module(release, modules)
+    if path is None:
+        return {"on_disk_module_version": "", "on_disk_module_flavour": ""}
+    shown = run_command(["modinfo", path], 4.0)
+    fields = {name: value.strip() for name, _, value in (line.partition(":") for line in shown.splitlines()[:200])}
+    version, licence = fields.get("version", ""), fields.get("license", "")
+    if not DRIVER_VERSION.fullmatch(version):
+        raise ProbeFailure(f"`modinfo {text(path)}` tells no version")
+    flavour = {"NVIDIA": "proprietary", "Dual MIT/GPL": "open"}.get(licence, "")
+    return {"on_disk_module_version": version, "on_disk_module_flavour": flavour}
+
+
+def collect_fabric_manager(proc: str = "/proc") -> str:
+    """Whether NVIDIA's fabric manager is there, and whether it runs. The kernel keeps 15 characters of a process's name."""
+    if find_program("nv-fabricmanager") is None:
+        return ""
+    return "active" if any(command_name(pid, proc) == "nv-fabricmanage" for pid in process_ids(proc)) else "installed"
+
+
+def collect_nvidia(facts: "Document", devices: str = "/sys/bus/pci/devices") -> "tuple[Document, dict[str, Document]]":
+    """The driver, and what ``nvidia-smi`` knows about each card, by PCI address. What fails here costs only its own fields."""
     nvidia = parse_driver_version(read_text("/proc/driver/nvidia/version", ""))
-    nvidia["smi"], cards = collect_smi(bool(nvidia["module_version"]))
+    loaded = loaded_modules()
+    nvidia["modules_loaded"] = [name for name in WATCHED_MODULES if name in loaded]
+    cards = {}  # type: dict[str, Document]
+
+    def ask_smi() -> "Document":
+        smi, cuda_version, found = collect_smi(bool(nvidia["module_version"]), facts)
+        cards.update(found)
+        return {"smi": smi, "cuda_version": cuda_version}
+
+    for name, learn in (
+        ("smi", ask_smi),
+        ("module_file", lambda: collect_module_file(os.uname().release)),
+        ("library", lambda: {"library_version": library_version()}),
+        ("fabric_manager", lambda: {"fabric_manager": collect_fabric_manager()}),
+        ("nvswitch_count", lambda: {"nvswitch_count": sum(kind == "0680" for _, _, kind in nvidia_devices(devices))}),
+    ):  # type: tuple[str, Callable[[], Document]]
+        try:
+            nvidia.update(learn())
+        except (ProbeFailure, OSError) as error:
+            note_error(facts, f"nvidia.{name}", str(error))
     return nvidia, cards
 
 
@@ -1448,16 +1921,24 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("libc", collect_libc),
         Task("user", lambda: {"name": Names().user(os.geteuid()), "uid": os.geteuid()}),
         Task("cpu", collect_cpu),
-        Task("memory", lambda: parse_meminfo(read_text("/proc/meminfo"))),
+        Task("memory", collect_memory),
         Task("limits", collect_limits),
         Task("gpus", collect_gpus),
+        Task("nouveau", collect_nouveau),
+        Task("kernel_headers", collect_kernel_headers),
+        Task("kernels_installed", collect_kernels_installed),
+        Task("secure_boot", collect_secure_boot),
         Task("packages", collect_packages, limit_s=12.0),
+        # In the worker this is the document as it stands by then, with `packages` in it.
+        Task("compilers", collect_compilers, facts),
+        Task("cuda_toolkits", collect_cuda_toolkits, facts),
+        Task("cmake_version", collect_cmake_version, facts),
         Task("package_locks", package_locks),
         Task("systemd", collect_systemd),
         Task("units", collect_units),
         Task("listeners", collect_listeners),
         Task("host_json", collect_host_json),
-        # In the worker this is the document as it stands by then, with `host_json` in it.
+        # With `host_json` in it.
         Task("files", collect_files, facts, request, limit_s=long_s),
         Task("releases", collect_releases, request, limit_s=long_s),
         Task("health", collect_health, request["health"]),
@@ -1524,7 +2005,7 @@ def probe(request: "Document") -> "Document":
         "errors": {},
     }  # type: Document
     # `nvidia-smi` is slow even where it works: it runs beside all the rest.
-    nvidia = Task("nvidia", collect_nvidia, limit_s=SMI_LIMIT_S + 2.0)
+    nvidia = Task("nvidia", collect_nvidia, facts, limit_s=SMI_LIMIT_S + 6.0)
     nvidia_deadline_s = time.monotonic() + nvidia.limit_s
     nvidia_worker = Worker([nvidia], facts)
     run_tasks(first_tasks(facts, request), facts, deadline_s)
@@ -1541,6 +2022,8 @@ def probe(request: "Document") -> "Document":
             facts["nvidia"], cards = value
             for gpu in facts.get("gpus", []):
                 gpu.update(cards.get(gpu["pci_address"], {}))
+            if any(card.get("processes") for card in cards.values()):
+                run_tasks([Task("gpus", name_gpu_processes, facts.get("gpus", []))], facts, deadline_s)
     facts["probe_ms"] = round((time.monotonic() - started_s) * 1000, 1)
     return facts
 
