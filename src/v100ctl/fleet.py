@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TextIO
@@ -314,22 +314,127 @@ def _near_misses(variables: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _explain(host: str, error: ValidationError) -> InventoryError:
+#: At most so many known names are listed beside a suggestion; without a suggestion all of them are.
+_LISTED_NAMES = 12
+
+
+def _explain(host: str, error: ValidationError, values: Mapping[str, Any], tagged: Mapping[str, Any]) -> InventoryError:
+    """A message with every wrong value, its reason and its place, and a hint with what was probably meant.
+
+    Args:
+        host: Its inventory name.
+        error: What pydantic found in ``values``.
+        values: The plain values, instances merged with their overrides.
+        tagged: The variables as Ansible gave them, with their places; plain ones have none.
+    """
     lines: list[str] = []
     hints: list[str] = []
     for item in error.errors(include_url=False, include_input=False):
-        where = ".".join(str(part) for part in item["loc"]) or "variables"
+        location = item["loc"]
+        where = ".".join(str(part) for part in location) or "variables"
         message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
+        unknown = item["type"] == "extra_forbidden"
+        if unknown:
             message = "no such key"
-            parent = _model_at(HostConfig, item["loc"][:-1])
-            near = difflib.get_close_matches(str(item["loc"][-1]), list(parent.model_fields), n=1) if parent else []
-            if near:
-                hints.append(f"`{item['loc'][-1]}` in `{where}`: did you mean `{near[0]}`?")
+            hints.extend(_known_keys(location))
         elif item["type"] == "missing":
             message = "is missing"
-        lines.append(f"`{where}`: {message}")
+            hints.extend(_recommended_model(location, values))
+        lines.append(f"`{where}`: {message}{_at(tagged, location, of_key=unknown)}")
     return InventoryError(f"host {host}: {'; '.join(lines)}", hint="; ".join(hints) or None)
+
+
+def _known_keys(location: Sequence[int | str]) -> Iterator[str]:
+    parent = _model_at(HostConfig, location[:-1])
+    if parent is None:
+        return
+    names = list(parent.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), names, n=1)
+    if near:
+        yield f"`{location[-1]}` in `{'.'.join(map(str, location))}`: did you mean `{near[0]}`?"
+    if not near or len(names) <= _LISTED_NAMES:
+        yield f"known in `{'.'.join(map(str, location[:-1]))}`: {', '.join(names)}"
+
+
+def _recommended_model(location: Sequence[int | str], values: Mapping[str, Any]) -> Iterator[str]:
+    """What the profile of an instance without a model recommends; the instance has to say it, so that its bytes are known."""
+    match location:
+        case ("llm_server_instances", name, "model"):
+            instance = values["llm_server_instances"][name]
+        case _:
+            return
+    # Imported here: the catalog's profiles hold settings, which are defined above.
+    from v100ctl.catalog.profiles import load_profiles
+
+    profile = load_profiles().get(str(instance.get("profile")))
+    if profile is None:
+        return
+    model = profile.model
+    if len(model.files) == 1 and model.files[0].sha256:
+        (file,) = model.files
+        size = f", size_bytes: {file.size_bytes}" if file.size_bytes else ""
+        written = f'`model: {{url: {model.url(file)}, sha256: "{file.sha256}"{size}}}`'
+    else:
+        written = f"the {len(model.files)} files of {model.repository}, listed in docs/profiles.md"
+    yield f"the profile `{profile.id}` recommends {model.name}: {written}"
+
+
+def _origin(value: Any) -> str | None:
+    """Where Ansible read ``value``, as FILE:LINE:COLUMN; ``None`` where it does not tell.
+
+    Ansible marks the strings, numbers and containers that it reads from files. The mark is not part of its public interface, so
+    whatever is not as in ansible-core 2.19 to 2.21 means "not known". Nothing but messages may depend on it.
+    """
+    try:
+        from ansible._internal._datatag._tags import Origin
+
+        tag = Origin.get_tag(value)
+    except (ImportError, AttributeError):
+        return None
+    path = getattr(tag, "path", None)
+    if not isinstance(path, str) or not path:
+        return None
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(f"{Path.cwd()}/")
+    numbers = [getattr(tag, name, None) for name in ("line_num", "col_num")]
+    return ":".join([path, *(str(number) for number in numbers if isinstance(number, int) and number > 0)])
+
+
+def _place(tagged: Mapping[str, Any], location: Sequence[int | str], *, of_key: bool = False) -> str | None:
+    """FILE:LINE:COLUMN of the value at ``location``, with ``of_key`` of its key, else of the nearest thing above that has one."""
+    if location and location[0] == "llm_server_instances":
+        found, complete = _walk(tagged, ("llm_server_instance_overrides", *location[1:]), of_key=of_key)
+        if complete and len(location) > 1:
+            return found
+    return _walk(tagged, location, of_key=of_key)[0]
+
+
+def _walk(tagged: Mapping[str, Any], location: Sequence[int | str], *, of_key: bool) -> tuple[str | None, bool]:
+    """The place of the deepest part of ``location`` that is there, and whether that is all of it."""
+    found: str | None = None
+    current: Any = tagged
+    for depth, part in enumerate(location):
+        key: Any = None
+        if isinstance(current, Mapping):
+            key = next((item for item in current if str(item) == str(part)), None)
+            if key is None:
+                return found, False
+            value = current[key]
+        elif isinstance(current, list | tuple) and isinstance(part, int) and part < len(current):
+            value = current[part]
+        else:
+            return found, False
+        asked_for = of_key and depth == len(location) - 1
+        if depth == 0 and not asked_for:
+            # A variable that several files set keeps the key of one and the value of another.
+            place = _origin(value)
+        elif isinstance(value, Mapping) or asked_for:
+            place = _origin(key) or _origin(value)
+        else:
+            place = _origin(value) or _origin(key)
+        found = place or found
+        current = value
+    return found, True
 
 
 def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[BaseModel] | None:
@@ -348,36 +453,49 @@ def _model_at(model: type[BaseModel], location: Sequence[int | str]) -> type[Bas
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None
 
 
-def _mapping(host: str, name: str, value: Any) -> Mapping[str, Any]:
+def _mapping(host: str, name: str, value: Any, tagged: Mapping[str, Any]) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise InventoryError(f"host {host}: `{name}` must be a mapping by instance name, not a {type(value).__name__}")
+        raise InventoryError(
+            f"host {host}: `{name}` must be a mapping by instance name, not a {type(value).__name__}{_at(tagged, (name,))}"
+        )
     return value
 
 
-def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
+def _at(tagged: Mapping[str, Any], location: Sequence[int | str], *, of_key: bool = False) -> str:
+    """A place for the end of a sentence, nothing where it is not known."""
+    place = _place(tagged, location, of_key=of_key)
+    return f" ({place})" if place else ""
+
+
+def parse_config(host: str, variables: Mapping[str, Any], tagged: Mapping[str, Any] | None = None) -> HostConfig:
     """The typed configuration of one host.
 
     Args:
         host: Its inventory name, for messages.
         variables: Its templated variables; the roles' defaults are put under them.
+        tagged: The same as Ansible gives them, so that a message can say in which file and line a value stands.
 
     Raises:
-        InventoryError: a value is wrong; the message names host, key and reason.
+        InventoryError: a value is wrong; the message names host, key, reason and, where it is known, the place.
     """
+    tagged = tagged or {}
     values = {**role_defaults(), **{name: variables[name] for name in CONFIG_VARIABLES if name in variables}}
     misspelt = _near_misses(variables)
     if misspelt:
         name, meant = next(iter(misspelt.items()))
-        raise InventoryError(f"host {host}: variable `{name}` is not known", hint=f"did you mean `{meant}`?")
+        raise InventoryError(
+            f"host {host}: variable `{name}` is not known{_at(tagged, (name,), of_key=True)}", hint=f"did you mean `{meant}`?"
+        )
     overrides, instances = (
-        _mapping(host, name, values.pop(name, None)) for name in ("llm_server_instance_overrides", "llm_server_instances")
+        _mapping(host, name, values.pop(name, None), tagged) for name in ("llm_server_instance_overrides", "llm_server_instances")
     )
     unknown = sorted(set(map(str, overrides)) - set(map(str, instances)))
     if unknown:
+        at = _at(tagged, ("llm_server_instance_overrides", unknown[0]), of_key=True)
         raise InventoryError(
-            f"host {host}: `llm_server_instance_overrides` names {', '.join(unknown)}, which `llm_server_instances` lacks",
+            f"host {host}: `llm_server_instance_overrides` names {', '.join(unknown)}, which `llm_server_instances` lacks{at}",
             hint=f"known here: {', '.join(sorted(map(str, instances))) or 'none'}",
         )
     values["llm_server_instances"] = _merge(instances, overrides)
@@ -391,7 +509,7 @@ def parse_config(host: str, variables: Mapping[str, Any]) -> HostConfig:
     try:
         return HostConfig.model_validate(values)
     except ValidationError as error:
-        raise _explain(host, error) from error
+        raise _explain(host, error, values, tagged) from error
 
 
 @dataclass(frozen=True)
@@ -491,7 +609,7 @@ def load_fleet(
         raise InventoryError(
             f"the inventory {', '.join(sources)} has no hosts{wanted}", hint="`ansible-inventory -i PATH --list` shows it"
         )
-    hosts = {name: FleetHost(name, values, parse_config(name, values)) for name, values in variables.items()}
+    hosts = {name: FleetHost(name, values, parse_config(name, values, tagged)) for name, (values, tagged) in variables.items()}
     vault = [part for item in vault_password_files for part in ("--vault-password-file", str(item))]
     if vault_password is not None:
         vault.append("--ask-vault-password")
@@ -540,7 +658,8 @@ def _narrow(manager: Any, limit: str) -> None:
 
 def _read_with_ansible(
     sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], vault_password: str | None
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Each host's variables, plain and as Ansible gave them."""
     # Imported here: Ansible takes a third of a second to import, and `--help` needs none of it.
     from ansible import constants
     from ansible.errors import AnsibleError
@@ -568,14 +687,16 @@ def _read_with_ansible(
     # Ansible only warns when a source cannot be parsed; for a tool that acts on what it read that is an error: the hosts of
     # that source would be missing without a word.
     constants.INVENTORY_ANY_UNPARSED_IS_FAILED = True
-    manager = InventoryManager(loader=loader, sources=list(sources))
+    # As Ansible's own command line does: beside a bare `hosts.yml` its group_vars would not be found.
+    paths = [source if "," in source else os.path.abspath(source) for source in sources]  # noqa: PTH100 - keeps symlinks, drops `..`
+    manager = InventoryManager(loader=loader, sources=paths)
     if not manager.hosts:
         raise AnsibleError("no hosts could be read from it")
     if limit is not None:
         _narrow(manager, limit)
     variable_manager = VariableManager(loader=loader, inventory=manager)
     builders = {host.name for host in manager.get_hosts(BUILDERS_GROUP)} if BUILDERS_GROUP in manager.groups else set()
-    result: dict[str, dict[str, Any]] = {}
+    result: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for host in manager.get_hosts("all"):
         if host.name in builders:
             continue
@@ -585,12 +706,16 @@ def _read_with_ansible(
         templar = Templar(loader=loader, variables=raw)
         # A variable that only looks like ours is kept for its name: it may need facts that are not there yet.
         wanted = {name: value for name, value in raw.items() if name.startswith("ansible_") or name in CONFIG_VARIABLES}
-        result[host.name] = {name: None for name in raw if name.startswith(VARIABLE_PREFIXES)}
+        look_alikes: dict[str, Any] = {name: None for name in raw if name.startswith(VARIABLE_PREFIXES)}
         skipped = ("ansible_facts", "ansible_version", "ansible_playbook_python", "ansible_config_file")
         try:
-            result[host.name] |= {name: plain(templar.template(value)) for name, value in wanted.items() if name not in skipped}
+            tagged = {name: templar.template(value) for name, value in wanted.items() if name not in skipped}
+            values = {name: plain(value) for name, value in tagged.items()}
         except AnsibleError as error:
-            raise AnsibleError(f"host {host.name}: {error.message}") from error
+            # The text that could not be templated still knows where it stands.
+            place = _origin(getattr(error, "obj", None))
+            raise AnsibleError(f"host {host.name}{f' ({place})' if place else ''}: {error.message}") from error
+        result[host.name] = ({str(name): value for name, value in {**look_alikes, **values}.items()}, {**look_alikes, **tagged})
     return result
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,105 @@ def test_yaml_booleans_are_flash_attention_values() -> None:
 def test_an_address_has_one_spelling() -> None:
     """So that the loopback address is known for what it is."""
     assert make_config({"listen": "0:0:0:0:0:0:0:1"}).llm_server_instances["chat"].listen == "::1"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message", "hint"),
+    [
+        (
+            {"model": None, "profile": "llama-16gb-latency"},
+            "is missing",
+            r"recommends .*IQ4_XS: `model: \{url: https://.*, sha256: \"",
+        ),
+        ({"model": None, "profile": "vllm-16gb-latency"}, "is missing", "the 3 files of Qwen/Qwen2.5-14B-Instruct-GPTQ-Int4"),
+        (
+            {"settings": {"temperature": 1}},
+            "no such key",
+            "known in `llm_server_instances.chat.settings`: context_length, parallel",
+        ),
+        ({"settings": {"sampling": {"heat": 1}}}, "no such key", "sampling`: temperature, top_p"),
+        ({"settings": {"sampling": {"topk": 1}}}, "no such key", r"did you mean `top_k`\?; known in"),
+    ],
+)
+def test_a_hint_names_what_there_is(changed: dict[str, Any], message: str, hint: str) -> None:
+    instance = {key: value for key, value in {"model": MODEL, **changed}.items() if value is not None}
+    with pytest.raises(InventoryError, match=message) as caught:
+        parse_config("h1", {"llm_server_instances": {"chat": instance}})
+    assert re.search(hint, caught.value.hint or "")
+
+
+@pytest.mark.parametrize("profile", ["nothing-like-it", 5])
+def test_a_profile_that_does_not_exist_recommends_nothing(profile: Any) -> None:
+    with pytest.raises(InventoryError, match="model`: is missing") as caught:
+        parse_config("h1", {"llm_server_instances": {"chat": {"profile": profile}}})
+    assert "recommends" not in (caught.value.hint or "")
+
+
+PLACED_GROUP = """\
+llama_cpp_backend: cpu
+base_port: 70000
+model: {path: /x.gguf, sha256: "0123"}
+llm_server_instances:
+  chat:
+    model: {path: /x.gguf, sha256: "%(sha256)s"}
+    port: 8000
+%(chat)s
+"""
+
+
+@pytest.mark.parametrize(
+    ("chat", "host", "place"),
+    [
+        # A wrong value, one in a list, one that another variable holds.
+        ("    state: gone", "", "group_vars/all.yml:8:12"),
+        ("    gpus: [0, {a: 1}]", "", "group_vars/all.yml:8:15"),
+        ("  more: {model: {path: /x.gguf, sha256: '{{ model.sha256 }}'}}", "", "group_vars/all.yml:3:32"),
+        # A key that does not exist, one that is missing, a value that YAML has made a truth value.
+        ("    settings:\n      thread: 3", "", "group_vars/all.yml:9:7"),
+        ("  more:\n    port: 3", "", "group_vars/all.yml:8:3"),
+        ("    settings: {load_mode: yes}", "", "group_vars/all.yml:8:16"),
+        # What one host says about the group's instance, and about a variable.
+        ("", "llm_server_instance_overrides: {chat: {port: nine}}", "hosts.yml:4:52"),
+        ("", "llm_server_instance_overrides: {chat: {prot: 9}}", "hosts.yml:4:46"),
+        ("", "llm_server_instance_overrides: {other: {}}", "hosts.yml:4:39"),
+        ("", "llm_server_instance_overrides: [1]", "hosts.yml:4:38"),
+        ("", "llama_cpp_backend: rocm", "hosts.yml:4:26"),
+        ("", "llama_cpp_bild: 5", "hosts.yml:4:7"),
+        # The key is known, but not which file's value counts.
+        ("", "llama_cpp_backend: true", None),
+        # A text that cannot be templated.
+        ("    served: '{{ nowhere }}'", "", "group_vars/all.yml:8:13"),
+    ],
+)
+def test_an_inventory_error_names_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chat: str, host: str, place: str | None
+) -> None:
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/all.yml").write_text(PLACED_GROUP % {"sha256": "a" * 64, "chat": chat})
+    (tmp_path / "hosts.yml").write_text(f"all:\n  hosts:\n    h1:\n      {host}\n")
+    with pytest.raises(InventoryError) as caught:
+        load_fleet([tmp_path / "hosts.yml"])
+    found = re.findall(rf"\({re.escape(str(tmp_path))}/([^ )]+)\)", caught.value.message)
+    assert set(found) == ({place} if place else set())
+    # As short as it can be for somebody who stands in the folder; the group's variables are found from there too.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InventoryError) as caught:
+        load_fleet(["hosts.yml"])
+    assert not place or f"({place})" in caught.value.message
+
+
+def test_an_ini_inventory_knows_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("[gpus]\nh1 llama_cpp_backend=rocm\n")
+    with pytest.raises(InventoryError, match=r"\(.*/hosts:2\)"):
+        load_fleet([tmp_path / "hosts"])
+
+
+def test_an_ansible_without_marks_costs_only_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inventory = write_inventory(tmp_path, {"h1": {"llama_cpp_backend": "rocm"}})
+    monkeypatch.setitem(sys.modules, "ansible._internal._datatag._tags", None)
+    with pytest.raises(InventoryError, match="llama_cpp_backend") as caught:
+        load_fleet([inventory])
+    assert str(tmp_path) not in caught.value.message
 
 
 def test_other_variables_are_left_alone() -> None:
