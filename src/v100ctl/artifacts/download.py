@@ -80,15 +80,15 @@ class _Transfer:
             with self.session.get(self.url, headers=headers, stream=True, timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)) as answer:
                 return self._read(answer, expected_bytes)
         except (requests.exceptions.SSLError, requests.exceptions.InvalidProxyURL) as error:
-            raise ArtifactError(f"`{self.url}`: {_reason(error)}") from error
+            raise ArtifactError(f"`{self.url}`: {reason(error)}") from error
         except (requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError) as error:
-            raise _Interrupted(_reason(error)) from error
+            raise _Interrupted(reason(error)) from error
         except requests.exceptions.ConnectionError as error:
             if self.done_bytes:
-                raise _Interrupted(_reason(error)) from error
-            raise ArtifactError(f"`{self.url}`: {_reason(error)}") from error
+                raise _Interrupted(reason(error)) from error
+            raise ArtifactError(f"`{self.url}`: {reason(error)}") from error
         except requests.exceptions.RequestException as error:
-            raise ArtifactError(f"`{self.url}`: {_reason(error)}") from error
+            raise ArtifactError(f"`{self.url}`: {reason(error)}") from error
 
     def _read(self, answer: requests.Response, expected_bytes: int | None) -> str:
         if answer.status_code in (429, 500, 502, 503, 504):
@@ -135,7 +135,7 @@ def _resolve(host: str) -> None:
         raise ArtifactError(f"`{host}` cannot be resolved: {failed[0].strerror or failed[0]}")
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The innermost cause in words: the library wraps it in several layers of its own."""
     inner: BaseException = error
     while True:

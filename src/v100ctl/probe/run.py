@@ -113,12 +113,31 @@ def _probe(connection: Connection, request: ProbeRequest, deadline: Deadline) ->
 
 def probe_session(session: Session, request: ProbeRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Facts:
     """Look at a host through an open session; see :func:`probe_host`."""
+    document = run_python(session, HOST_SCRIPT.read_bytes(), encode_request(request), what="the probe", timeout_s=timeout_s)
+    return parse_facts(session.connection.host, document)
+
+
+def run_python(session: Session, script: bytes, request: str, *, what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes:
+    """Run a script of ours with the host's Python, as root, and return what it printed.
+
+    Args:
+        session: The way in.
+        script: The text; standard library only. With a Python that is too old it exits with ``host_script.EXIT_TOO_OLD``.
+        request: What it is given as ``--request``; see :func:`shell_safe_json`.
+        what: Its name in messages.
+        timeout_s: For everything together.
+
+    Raises:
+        UnreachableError: no root, or no answer in time.
+        PythonMissingError: the host has no Python.
+        ProbeError: its Python is too old, or the script failed.
+    """
     deadline = Deadline(timeout_s)
     connection = session.connection
     named = connection.python_interpreter
-    done = _run_script(session, (named,) if named else _USUAL_PYTHONS, request, deadline)
+    done = _run_script(session, (named,) if named else _USUAL_PYTHONS, script, request, deadline)
     if done.rc == host_script.EXIT_TOO_OLD and not named:
-        newer = _run_script(session, _NEWER_PYTHONS, request, deadline)
+        newer = _run_script(session, _NEWER_PYTHONS, script, request, deadline)
         done = newer if newer.rc != _NO_PYTHON else done
     if done.rc == _NO_PYTHON:
         raise _python_missing(connection, done)
@@ -129,22 +148,22 @@ def probe_session(session: Session, request: ProbeRequest, *, timeout_s: float =
         )
     if done.rc != 0:
         raise ProbeError(
-            f"{connection.host}: the probe failed with exit code {done.rc}: {last_line(done.stderr) or last_line(done.stdout)}"
+            f"{connection.host}: {what} failed with exit code {done.rc}: {last_line(done.stderr) or last_line(done.stdout)}"
         )
-    return parse_facts(connection.host, done.stdout)
+    return done.stdout
 
 
-def _run_script(session: Session, pythons: Sequence[str], request: ProbeRequest, deadline: Deadline) -> Result:
+def _run_script(session: Session, pythons: Sequence[str], script: bytes, request: str, deadline: Deadline) -> Result:
     return session.run(
-        ["/bin/sh", "-c", find_python_script(pythons), "sh", encode_request(request)],
-        stdin=HOST_SCRIPT.read_bytes(),
+        ["/bin/sh", "-c", find_python_script(pythons), "sh", request],
+        stdin=script,
         timeout_s=deadline.remaining_s(),
         become=True,
     )
 
 
 def find_python_script(pythons: Sequence[str]) -> str:
-    """A shell script, on one line, that runs the first of these interpreters with the probe on stdin and the request as ``$1``.
+    """A shell script, on one line, that runs the first of these interpreters with a script on stdin and the request as ``$1``.
 
     Where there is none it prints what the distribution is, which tells how to install one, and exits with 127.
     """
@@ -165,8 +184,13 @@ def find_python_script(pythons: Sequence[str]) -> str:
 
 
 def encode_request(request: ProbeRequest) -> str:
-    """The request as JSON, without the characters that csh and fish obey inside quotes: ``'``, ``!``, doubled backslashes."""
-    encoded = json.dumps(request.model_dump(mode="json"))
+    """The request as JSON for a command line; see :func:`shell_safe_json`."""
+    return shell_safe_json(request.model_dump(mode="json"))
+
+
+def shell_safe_json(document: object) -> str:
+    """JSON without the characters that csh and fish obey inside quotes: ``'``, ``!``, doubled backslashes."""
+    encoded = json.dumps(document)
     spared = re.sub(r"\\(.)", lambda found: "\\u005c" if found.group(1) == "\\" else found.group(0), encoded)
     return spared.replace("!", "\\u0021").replace("'", "\\u0027")
 
