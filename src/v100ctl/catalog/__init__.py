@@ -15,77 +15,25 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from v100ctl.catalog.llama_cpp import Archive, CmakeOptions, LlamaCppBuild, LlamaCppFlags, LlamaCppParser, ParserFlag
 from v100ctl.catalog.profiles import Profile, load_profiles
+
+__all__ = [
+    "Archive",
+    "Catalog",
+    "CmakeOptions",
+    "Distribution",
+    "LlamaCppBuild",
+    "LlamaCppFlags",
+    "LlamaCppParser",
+    "ParserFlag",
+    "Profile",
+    "load_catalog",
+]
 
 
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Archive(_Row):
-    """One place that serves an engine's source; ``strip`` is the folder in it that is the source tree."""
-
-    kind: Literal["url", "pypi"]
-    strip: str
-    url: str | None = None
-    requirement: str | None = None
-    sha256: str | None = None
-
-
-class CmakeOptions(_Row):
-    """Options of a build: ``common`` always, ``cuda`` with that backend."""
-
-    source: str
-    common: dict[str, str]
-    cuda: dict[str, str] = {}
-
-
-#: A flag, or (for a boolean) the flag for each value.
-Flag = str | dict[Literal["true", "false"], str]
-
-
-class LlamaCppFlags(BaseModel):
-    """How one build spells each setting; ``always`` are the words that every launch gets."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    source: str
-    always: tuple[tuple[str, ...], ...] = ()
-
-    def flag(self, setting: str) -> Flag | None:
-        """The spelling of ``setting``, ``None`` where this build has none."""
-        extra: dict[str, Any] = self.model_extra or {}
-        found = extra.get(setting)
-        return found if isinstance(found, str | dict) else None
-
-    def settings(self) -> dict[str, str]:
-        """Flag -> the setting that it spells."""
-        spelled: dict[str, str] = {}
-        for setting in self.model_extra or {}:
-            flag = self.flag(setting)
-            spelled |= dict.fromkeys([flag] if isinstance(flag, str) else (flag or {}).values(), setting)
-        return spelled
-
-
-class LlamaCppBuild(_Row):
-    """One build of llama.cpp that can be compiled and launched."""
-
-    build: int
-    commit: str
-    licence: str
-    source: str
-    archives: tuple[Archive, ...]
-    tree_sha256: str
-    targets: tuple[str, ...]
-    build_bytes: int
-    release_bytes: int
-    cmake_options: CmakeOptions
-    cpu_level: str
-    flags: LlamaCppFlags
-    #: Flags whose value is a secret; every user of a host can read a command line.
-    secret_flags: tuple[str, ...]
-    quantised_v_needs_flash_attention: bool
-    health_path: str
 
 
 class Distribution(_Row):
@@ -114,6 +62,17 @@ class Catalog(_Row):
         """The row of ``build``, ``None`` where the catalog has none."""
         return next((row for row in self.llama_cpp if row.build == build), None)
 
+    def llama_cpp_parser(self, build: int) -> LlamaCppParser | None:
+        """What ``llama-server`` of ``build`` takes, ``None`` where nobody has read its source. Loaded when it is asked for."""
+        row = self.llama_cpp_build(build)
+        return _llama_cpp_parser(build, tuple((row.former_flags if row else {}).items()))
+
+    @property
+    def llama_cpp_parser_builds(self) -> tuple[int, ...]:
+        """The builds that :meth:`llama_cpp_parser` knows, oldest first; more than can be installed."""
+        files = resources.files(__name__).joinpath("llama_cpp_parsers").iterdir()
+        return tuple(sorted(int(item.name.removesuffix(".yml")) for item in files if item.name.endswith(".yml")))
+
     def distribution(self, distribution_id: str, version_id: str) -> Distribution | None:
         """The row of a distribution's release, ``None`` where it is not supported."""
         return next((row for row in self.distributions if (row.id, row.version_id) == (distribution_id, version_id)), None)
@@ -134,6 +93,14 @@ def _document(name: str) -> dict[str, Any]:
 
 def _rows(model: type[_Model], name: str, key: str) -> tuple[_Model, ...]:
     return tuple(model.model_validate(row) for row in _document(name)[key])
+
+
+@functools.cache
+def _llama_cpp_parser(build: int, former_flags: tuple[tuple[str, str], ...]) -> LlamaCppParser | None:
+    name = f"llama_cpp_parsers/{build}.yml"
+    if not resources.files(__name__).joinpath(name).is_file():
+        return None
+    return LlamaCppParser.model_validate({**_document(name), "former_flags": dict(former_flags)})
 
 
 @functools.cache

@@ -262,7 +262,7 @@ def _range(argument: _Argument) -> dict[str, int]:
             elif operator == ">":
                 limits["maximum"] = value
             elif operator == "==":
-                limits["except"] = value
+                limits["excluded"] = value
     return limits
 
 

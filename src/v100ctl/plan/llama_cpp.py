@@ -1,15 +1,18 @@
-"""llama.cpp: a release to build and an argv to run, spelled for the pinned build by the catalog."""
+"""llama.cpp: a release to build and an argv to run, spelled for the pinned build by the catalog and checked by its parser."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from v100ctl.catalog import Distribution, LlamaCppBuild
+from v100ctl.catalog import Distribution, LlamaCppBuild, LlamaCppParser, ParserFlag
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec, Settings
+from v100ctl.plan.argv import ArgvProblem
 from v100ctl.plan.types import Release
 
 ENGINES_DIR = "/opt/v100ctl/engines"
@@ -17,6 +20,8 @@ ENGINES_DIR = "/opt/v100ctl/engines"
 RELEASE_LAYOUT = 1
 DEFAULT_CONTEXT_LENGTH = 4096
 DEFAULT_PARALLEL = 1
+#: More than any model has; works in every build, unlike the word `all`.
+ALL_LAYERS = 99
 
 
 def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribution, facts: Facts) -> Release:
@@ -69,9 +74,48 @@ def context_per_request(settings: Settings) -> int:
     return settings.context_length or DEFAULT_CONTEXT_LENGTH
 
 
-def _values(config: HostConfig, spec: InstanceSpec, facts: Facts, model_path: str, alias: str) -> Iterator[tuple[str, Any]]:
+class UnspelledSettingError(KeyError):
+    """This build has no words for a setting with this value. ``args[0]`` is the setting's path (``speculative.depth``)."""
+
+    def __init__(self, setting: str, value: str) -> None:
+        super().__init__(setting)
+        self.setting = setting
+        self.value = value
+
+    def builds(self, rows: Sequence[LlamaCppBuild]) -> tuple[int, ...]:
+        """The builds that can say it, oldest first."""
+        return tuple(row.build for row in rows if row.flags.words(self.setting, self.value) is not None)
+
+
+#: Settings of other engines -> why they have no meaning here.
+_MEANINGLESS = {
+    "dtype": "llama.cpp computes in the types that the GGUF holds",
+    "quantization": "a GGUF says itself how it is quantised",
+    "gpu_memory_utilization": "llama.cpp takes what weights, cache and buffers need, not a share of the card",
+    "swap_space_gib": "llama.cpp never moves a running request's cache to the host's memory",
+    "enforce_eager": "whether llama.cpp uses CUDA graphs is decided when it is compiled (GGML_CUDA_GRAPHS)",
+    "chunked_prefill": "llama.cpp always reads a prompt in pieces of `ubatch_size` tokens",
+    "prefix_caching": "llama.cpp always keeps a slot's last prompt",
+}
+_VLLM_CACHE_TYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def meaningless_settings(settings: Settings) -> dict[str, str]:
+    """Settings that were given and that llama.cpp has no counterpart for -> why."""
+    given = settings.model_dump(exclude_none=True)
+    found = {name: why for name, why in _MEANINGLESS.items() if name in given}
+    for name in ("kv_cache_type_k", "kv_cache_type_v"):
+        if given.get(name) in _VLLM_CACHE_TYPES:
+            found[name] = f"`{given[name]}` is a cache type of vLLM; llama.cpp has f16, q8_0 and other types of GGUF"
+    return found
+
+
+def _values(
+    config: HostConfig, spec: InstanceSpec, facts: Facts, model_path: str, alias: str, draft_model_path: str | None
+) -> Iterator[tuple[str, Any]]:
     settings = spec.settings
     parallel = settings.parallel or DEFAULT_PARALLEL
+    on_card = config.llama_cpp_backend == "cuda"
     yield "model", model_path
     yield "served_model_name", alias
     yield "listen", spec.listen
@@ -86,14 +130,30 @@ def _values(config: HostConfig, spec: InstanceSpec, facts: Facts, model_path: st
     yield "kv_cache_type_k", settings.kv_cache_type_k
     yield "kv_cache_type_v", settings.kv_cache_type_v
     yield "flash_attention", settings.flash_attention
-    if config.llama_cpp_backend == "cuda":
-        yield "gpu_layers", 99 if settings.gpu_layers is None else settings.gpu_layers
+    if on_card:
+        yield "gpu_layers", ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         yield "split_mode", settings.split_mode
     yield "threads", settings.threads or default_threads(facts)
     yield "threads_batch", settings.threads_batch or settings.threads or default_threads(facts)
     yield "load_mode", settings.load_mode
+    if settings.speculative:
+        kind = settings.speculative.kind
+        yield "speculative.kind", kind
+        if kind == "draft":
+            yield "speculative.model", draft_model_path
+            if on_card:
+                yield "speculative.gpu_layers", ALL_LAYERS
+        if kind != "none":
+            yield f"speculative.depth.{kind}", settings.speculative.depth
+    if settings.rope_scaling:
+        for name, value in settings.rope_scaling.model_dump(exclude_none=True).items():
+            yield f"rope_scaling.{name}", value
     if settings.sampling:
-        yield from settings.sampling.model_dump(exclude_none=True).items()
+        for name, value in settings.sampling.model_dump(exclude_none=True).items():
+            yield f"sampling.{name}", value
+    yield "chat_template", settings.chat_template
+    yield "mmproj", settings.mmproj
+    yield "log_requests", settings.log_requests
     yield "metrics", True if settings.metrics is None else settings.metrics
 
 
@@ -104,31 +164,192 @@ def default_threads(facts: Facts) -> int:
 
 
 def argv(
-    config: HostConfig, spec: InstanceSpec, row: LlamaCppBuild, facts: Facts, *, release_path: str, model_path: str, alias: str
+    config: HostConfig,
+    spec: InstanceSpec,
+    row: LlamaCppBuild,
+    facts: Facts,
+    *,
+    release_path: str,
+    model_path: str,
+    alias: str,
+    draft_model_path: str | None = None,
 ) -> tuple[str, ...]:
     """The exact words that start the server.
 
+    Args:
+        config: The host's configuration.
+        spec: The instance.
+        row: The build.
+        facts: The host.
+        release_path: Where the release lies on the host.
+        model_path: Where the model lies there.
+        alias: The name under which it is served.
+        draft_model_path: Where the draft model lies, for ``speculative: {kind: draft}``.
+
     Raises:
-        KeyError: this build has no spelling for a setting that was asked for; ``args[0]`` names the setting.
+        UnspelledSettingError: this build has no words for a setting that was asked for.
+        ValueError: a draft model is asked for and ``draft_model_path`` is missing.
     """
     words = [f"{release_path}/bin/llama-server"]
-    for setting, value in _values(config, spec, facts, model_path, alias):
+    speculative = spec.settings.speculative
+    if speculative is not None and speculative.kind == "draft" and draft_model_path is None:
+        raise ValueError("a draft model without its path")
+    for setting, value in _values(config, spec, facts, model_path, alias, draft_model_path):
         if value is None:
             continue
-        flag = row.flags.flag(setting)
-        if isinstance(value, bool):
-            if isinstance(flag, Mapping):
-                spelled = flag.get("true" if value else "false")
-                words += [spelled] if spelled else []
-                continue
-            raise KeyError(setting)
-        if not isinstance(flag, str):
-            raise KeyError(setting)
-        words += [flag, _number(value) if isinstance(value, float) else str(value)]
+        text = _text(value)
+        spelled = row.flags.words(setting, text)
+        if spelled is None:
+            raise UnspelledSettingError(setting, text)
+        words += spelled
     for extra in row.flags.always:
         words += extra
     return (*words, *spec.extra_args)
 
 
-def _number(value: float) -> str:
-    return repr(value).removesuffix(".0")
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def settings_by_flag(row: LlamaCppBuild, parser: LlamaCppParser | None) -> dict[str, str]:
+    """Every word of the build's parser that says what a setting says -> that setting; short and negated spellings too."""
+    found = row.flags.settings()
+    if parser is not None:
+        for word, setting in list(found.items()):
+            flag = parser.flag(word)
+            found |= dict.fromkeys(flag.words if flag else (), setting)
+    return found
+
+
+def split_argv(words: Sequence[str], parser: LlamaCppParser) -> Iterator[tuple[str, ParserFlag | None, tuple[str, ...]]]:
+    """An argv without its program, cut as the build's parser cuts it: a word, the argument that it names, the words it takes.
+
+    An argument takes what follows, whatever that looks like. A word that names none stands alone.
+    """
+    position = 0
+    while position < len(words):
+        flag = parser.flag(words[position])
+        following = tuple(words[position + 1 : position + 1 + (flag.arity if flag else 0)])
+        yield words[position], flag, following
+        position += 1 + len(following)
+
+
+def check_argv(argv: Sequence[str], parser: LlamaCppParser) -> list[ArgvProblem]:
+    """What the build's own parser would say about an argv, by what its source says that it takes.
+
+    The engine stops at the first problem; this goes on, so that all are seen at once. Rules between arguments, files that are not
+    there and values that only the engine understands (a JSON text, a device's name) are not looked at.
+
+    Args:
+        argv: The program and its words, as in a unit.
+        parser: The build's parser.
+    """
+    problems: list[ArgvProblem] = []
+    for word, flag, values in split_argv(argv[1:], parser):
+        if flag is None:
+            problems.append(_unknown(word, parser))
+        elif len(values) < flag.arity:
+            problems.append(ArgvProblem(word, "missing-value", f"`{word}` needs {_needs(flag)}, and nothing follows"))
+        elif flag.removed:
+            problems.append(ArgvProblem(word, "refused", f"`{word}`: {flag.removed}", next(iter(flag.instead), None)))
+        else:
+            if flag.needs_option:
+                message = f"`{word}` works only in a build with {flag.needs_option}, which releases of this toolkit are not"
+                problems.append(ArgvProblem(word, "refused", message))
+            elif flag.exits:
+                problems.append(ArgvProblem(word, "refused", f"`{word}` prints something and ends: no server starts"))
+            elif flag.deprecated:
+                problems.append(ArgvProblem(word, "deprecated", f"`{word}`: {flag.deprecated}", next(iter(flag.instead), None)))
+            if flag.arity == 1:
+                problems += _value_problems(word, values[0], flag, parser)
+    return problems
+
+
+def _needs(flag: ParserFlag) -> str:
+    return "two values" if flag.arity == 2 else "a value"
+
+
+def _unknown(word: str, parser: LlamaCppParser) -> ArgvProblem:
+    normal = parser.normal(word)
+    if normal in parser.former_flags:
+        meant = parser.former_flags[normal]
+        return ArgvProblem(word, "unknown", f"build {parser.build} has no `{word}`; it has `{meant}`", meant)
+    name, equals, value = normal.partition("=")
+    known = parser.flag(name) if equals else None
+    if known is not None:
+        meant = f"{name} {value}" if known.arity else name
+        return ArgvProblem(word, "unknown", f"`{word}`: llama.cpp takes a value as a word of its own", meant)
+    if not word.startswith("-"):
+        return ArgvProblem(word, "unknown", f"`{word}` belongs to no argument")
+    if normal in parser.other_programs:
+        message = f"`{word}` is an argument of other llama.cpp programs; `llama-server` does not take it"
+        return ArgvProblem(word, "unknown", message)
+    near = difflib.get_close_matches(normal, sorted(parser.words), n=1, cutoff=0.75)
+    return ArgvProblem(word, "unknown", f"build {parser.build} has no argument `{word}`", near[0] if near else None)
+
+
+#: What the C library's `strtol` and `strtof` read at the beginning of a text; they leave the rest.
+_INTEGER = re.compile(r"[ \t\n\v\f\r]*[+-]?[0-9]+")
+_FLOAT = re.compile(
+    r"[ \t\n\v\f\r]*[+-]?(?:0[xX](?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?"
+    r"|(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[iI][nN][fF](?:[iI][nN][iI][tT][yY])?|[nN][aA][nN])"
+)
+
+
+def _value_problems(word: str, value: str, flag: ParserFlag, parser: LlamaCppParser) -> Iterator[ArgvProblem]:
+    swallowed = f"; `{word}` takes the next word for its value" if parser.flag(value) is not None else ""
+    if flag.choices is not None:
+        parts = value.split(flag.separator) if flag.separator else [value]
+        wrong = [part for part in parts if part not in flag.choices]
+        if not wrong:
+            return
+        if not flag.or_integer:
+            near = _nearest_choice(wrong[0], flag)
+            allowed = ", ".join(choice for choice in flag.choices if choice)
+            yield ArgvProblem(
+                word,
+                "value",
+                f"`{word}` does not take `{wrong[0]}`, only {allowed}{swallowed}",
+                f"{word} {near}" if near else None,
+            )
+            return
+    if flag.type == "string" or flag.type is None:
+        return
+    match = (_INTEGER if flag.type == "int" else _FLOAT).match(value)
+    if match is None:
+        kind = "a whole number" if flag.type == "int" else "a number"
+        words = f" or {', '.join(flag.choices)}" if flag.choices else ""
+        yield ArgvProblem(word, "value", f"`{word}` takes {kind}{words}, not `{value}`{swallowed}")
+        return
+    if flag.type == "int":
+        number = int(match[0])
+        if not -(2**31) <= number < 2**31:
+            yield ArgvProblem(word, "value", f"`{word} {value}` is beyond what the engine can hold (32 bits)")
+            return
+        if (
+            (flag.minimum is not None and number < flag.minimum)
+            or (flag.maximum is not None and number > flag.maximum)
+            or number == flag.excluded
+        ):
+            yield ArgvProblem(word, "value", f"`{word}` does not take {number}{_bounds(flag)}")
+            return
+    if match.end() != len(value):
+        read = match[0].strip()
+        message = f"`{word} {value}` is taken as {read}: the engine reads the number and leaves the rest out"
+        yield ArgvProblem(word, "deprecated", message, f"{word} {read}")
+
+
+def _nearest_choice(value: str, flag: ParserFlag) -> str | None:
+    found = difflib.get_close_matches(value.lower(), flag.choices or (), n=1, cutoff=0.6)
+    if found:
+        return found[0]
+    return "on" if "on" in (flag.choices or ()) and value.startswith("-") else None
+
+
+def _bounds(flag: ParserFlag) -> str:
+    bounds = [f"{flag.minimum} or more"] if flag.minimum is not None else []
+    bounds += [f"at most {flag.maximum}"] if flag.maximum is not None else []
+    bounds += [f"not {flag.excluded}"] if flag.excluded is not None else []
+    return f": {', '.join(bounds)}" if bounds else ""
