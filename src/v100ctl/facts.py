@@ -128,8 +128,9 @@ class Gpu(_Facts):
     * ``revision_ff``: its configuration space reads all ones: it has fallen off the bus.
     * ``display_attached``: a monitor is connected, ``None`` where no display driver says so.
 
-    From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``compute_capability`` is ``7.0``; it stays empty with
-    drivers that do not know the question (470 and before).
+    From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``memory_reserved_bytes`` is what the driver keeps of
+    the total for itself; older drivers show a lesser total instead and do not know the question, nor that for
+    ``compute_capability`` (``7.0``).
     """
 
     pci_address: str
@@ -151,6 +152,7 @@ class Gpu(_Facts):
     name: str = ""
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
+    memory_reserved_bytes: int | None = None
     compute_capability: str = ""
     persistence_mode: Literal["", "enabled", "disabled"] = ""
     ecc_mode: Literal["", "enabled", "disabled"] = ""

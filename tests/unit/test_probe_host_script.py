@@ -1236,8 +1236,8 @@ def test_driver_version(content: str, version: str, flavour: str) -> None:
 
 def test_smi() -> None:
     output = (
-        "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Disabled, 7.0, Tesla V100-SXM2-16GB\n"
-        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], N/A, nonsense, Odd, Name\n"
+        "0, GPU-aa, 00000000:18:00.0, 16384, 4, 240, Enabled, Disabled, 7.0, Tesla V100-SXM2-16GB\n"
+        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], [N/A], N/A, nonsense, Odd, Name\n"
         "Unable to determine the device handle for GPU 0000:AF:00.0: Unknown Error\n"
     )
     assert script.parse_smi(output) == {
@@ -1247,6 +1247,7 @@ def test_smi() -> None:
             "name": "Tesla V100-SXM2-16GB",
             "memory_total_bytes": 16384 << 20,
             "memory_used_bytes": 4 << 20,
+            "memory_reserved_bytes": 240 << 20,
             "compute_capability": "7.0",
             "persistence_mode": "enabled",
             "ecc_mode": "disabled",
@@ -1257,6 +1258,7 @@ def test_smi() -> None:
             "name": "Odd, Name",
             "memory_total_bytes": None,
             "memory_used_bytes": None,
+            "memory_reserved_bytes": None,
             "compute_capability": "",
             "persistence_mode": "",
             "ecc_mode": "",
@@ -1312,10 +1314,15 @@ row() {{
     for field in $old; do
         case ",${{1#*=}}," in *",$field,"*) printf 'Field "%s" is not a valid field to query.\\n\\n' "$field"; exit 2;; esac
     done
-    case "$1" in
-        *compute_cap*) echo "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Enabled, 7.0, V100";;
-        *) echo "0, GPU-aa, 00000000:18:00.0, 16384, 4, Enabled, Enabled, V100";;
-    esac
+    line=
+    for field in $(echo "${{1#*=}}" | tr , " "); do
+        case "$field" in
+            index) value=0;; uuid) value=GPU-aa;; pci.bus_id) value=00000000:18:00.0;; name) value=V100;;
+            memory.total) value=16384;; memory.*) value=4;; compute_cap) value=7.0;; *) value=Enabled;;
+        esac
+        line="$line, $value"
+    done
+    echo "${{line#, }}"
 }}
 apps() {{ echo "GPU-aa, 1, 300, /sbin/init"; }}
 table() {{ echo "| NVIDIA-SMI 535.309.01   Driver Version: 535.309.01   CUDA Version: 12.2 |"; }}
@@ -1369,12 +1376,12 @@ def test_what_smi_knows(smi: Smi) -> None:
 
 def test_what_an_older_driver_does_not_know_is_left_out(smi: Smi) -> None:
     smi.install()
-    (smi.folder / "unknown").write_text("compute_cap\n")
+    (smi.folder / "unknown").write_text("memory.reserved compute_cap\n")
     answer, _, cards, errors = smi.collect()
     assert (answer["status"], errors) == ("ok", {})
-    assert cards["0000:18:00.0"]["compute_capability"] == ""
+    assert (cards["0000:18:00.0"]["compute_capability"], cards["0000:18:00.0"]["memory_reserved_bytes"]) == ("", None)
     assert cards["0000:18:00.0"]["ecc_mode"] == "enabled"
-    assert len([call for call in smi.calls if call.startswith("--query-gpu")]) == 2
+    assert len([call for call in smi.calls if call.startswith("--query-gpu")]) == 3
 
 
 def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> None:
@@ -1386,7 +1393,9 @@ def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> Non
 
 
 def test_a_lost_card_does_not_hide_the_others(smi: Smi) -> None:
-    smi.install('row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, Enabled, Enabled, 7.0, V100"; echo GPU is lost; exit 15; }')
+    smi.install(
+        'row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, 4, Enabled, Enabled, 7.0, V100"; echo GPU is lost; exit 15; }'
+    )
     answer, cuda_version, cards, _ = smi.collect()
     assert (answer["status"], cuda_version, list(cards)) == ("error", "12.2", ["0000:3b:00.0"])
     assert cards["0000:3b:00.0"]["processes"] == []
