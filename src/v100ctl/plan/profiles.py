@@ -141,11 +141,12 @@ def card_rules(name: str, spec: InstanceSpec, cards: Sequence[SizedCard], catalo
         for row in catalog.profiles.values()
         if row.engine == profile.engine and row.min_memory_bytes <= total_bytes and row.id != profile.id
     ]
+    wants = f"{_gb(profile.min_memory_bytes)} or more ({profile.card})"
     has = f"{cards[0].name} has" if len(cards) == 1 else f"the {len(cards)} cards have together"
     yield Rule(
         "profile-card-too-small",
         "warn",
-        f"the profile `{profile.id}` is made for {_gb(profile.min_memory_bytes)} or more ({profile.card}); {has} {_gb(total_bytes)}",
+        f"the profile `{profile.id}` is made for {wants}; {has} {_gb(total_bytes)}",
         f"a profile for a smaller card: {', '.join(fitting)}" if fitting else f"a card with {_gb(profile.min_memory_bytes)}",
         instance=name,
     )
@@ -184,7 +185,8 @@ def external_engine_rules(name: str, profile: Profile, *, driver: str, glibc: st
 
 def _known(name: str, catalog: Catalog) -> str:
     near = difflib.get_close_matches(name, list(catalog.profiles), n=1)
-    return f"did you mean `{near[0]}`? " * bool(near) + f"known: {', '.join(catalog.profiles)}"
+    suggestion = f"did you mean `{near[0]}`? " if near else ""
+    return f"{suggestion}known: {', '.join(catalog.profiles)}"
 
 
 def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

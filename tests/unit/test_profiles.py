@@ -1,0 +1,229 @@
+"""The shipped profiles: complete, merged under an instance's own values, judged against the host, and documented."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from v100ctl.catalog import Catalog, load_catalog
+from v100ctl.catalog.profiles import Profile, load_profiles
+from v100ctl.catalog.profiles_page import markdown
+from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.plan.profiles import (
+    ProfileEngineMismatchError,
+    ProfileSettingsError,
+    UnknownProfileError,
+    applied,
+    card_rules,
+    external_engine_rules,
+    resolve,
+)
+
+from .factory import MODEL
+
+ROOT = Path(__file__).parents[2]
+NAMES = [
+    "llama-16gb-latency",
+    "llama-16gb-rescue",
+    "llama-32gb-agents",
+    "llama-32gb-concurrent",
+    "llama-32gb-latency",
+    "llama-32gb-mtp",
+    "pxq-16gb-256k",
+    "vllm-16gb-latency",
+]
+#: As `nvidia-smi` reports them.
+V100_16GB_BYTES = 16160 * 1024**2
+V100_32GB_BYTES = 32510 * 1024**2
+
+
+@pytest.fixture(scope="module")
+def catalog() -> Catalog:
+    return load_catalog()
+
+
+def instance(**values: Any) -> InstanceSpec:
+    return InstanceSpec.model_validate({"model": MODEL, **values})
+
+
+@dataclass(frozen=True)
+class Card:
+    name: str = "Tesla V100-PCIE-16GB"
+    total_bytes: int | None = V100_16GB_BYTES
+
+
+def test_the_profiles_have_their_fixed_names() -> None:
+    assert list(load_profiles()) == NAMES
+    files = (ROOT / "src/v100ctl/catalog/profiles").glob("*.yml")
+    assert {path.stem: yaml.safe_load(path.read_text())["id"] for path in files} == {name: name for name in NAMES}
+
+
+@pytest.mark.parametrize("profile", load_profiles().values(), ids=lambda profile: profile.id)
+def test_a_profile_says_where_it_comes_from_and_what_it_changes(profile: Profile) -> None:
+    assert profile.source
+    assert profile.model.source
+    assert profile.claims
+    assert profile.differs
+    assert all(file.sha256 for file in profile.model.files)
+    # Settings that the profile sets come back from what an inventory would say.
+    assert Settings.model_validate(profile.values) == profile.settings
+    assert None not in profile.values.values()
+
+
+@pytest.mark.parametrize("profile", load_profiles().values(), ids=lambda profile: profile.id)
+def test_a_size_that_is_not_known_is_said_to_be_unknown(profile: Profile) -> None:
+    if profile.model.size_bytes is None:
+        assert "could not be looked up" in (profile.model.note or "")
+    else:
+        card = V100_16GB_BYTES if "16gb" in profile.id else V100_32GB_BYTES
+        assert profile.model.size_bytes < profile.min_memory_bytes <= card
+
+
+def test_the_profile_is_under_the_instance(catalog: Catalog) -> None:
+    spec = resolve(instance(profile="llama-16gb-latency", settings={"context_length": 4096, "threads": None}), catalog)
+    assert spec.settings.model_dump(exclude_none=True) == {
+        "context_length": 4096,
+        "parallel": 1,
+        "batch_size": 512,
+        "ubatch_size": 256,
+        "kv_cache_type_k": "q8_0",
+        "kv_cache_type_v": "q8_0",
+        "flash_attention": "on",
+        "threads_batch": 8,
+    }
+    assert spec.model.sha256 == MODEL["sha256"]
+    assert resolve(spec, catalog) == spec
+
+
+def test_the_engine_comes_from_the_profile_unless_it_is_said(catalog: Catalog) -> None:
+    assert resolve(instance(profile="vllm-16gb-latency"), catalog).engine == "vllm"
+    assert resolve(instance(profile="vllm-16gb-latency", engine="vllm"), catalog).engine == "vllm"
+    assert resolve(instance(profile="pxq-16gb-256k"), catalog).engine == "external"
+    with pytest.raises(ProfileEngineMismatchError, match="is for the engine vllm, and the instance says llama_cpp") as caught:
+        resolve(instance(profile="vllm-16gb-latency", engine="llama_cpp"), catalog)
+    assert "`engine: vllm`" in (caught.value.hint or "")
+    assert "llama-16gb-latency" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings", "key", "merged"),
+    [
+        ("vllm-16gb-latency", {"sampling": {"top_k": 20}}, "sampling", {"temperature": 0.8, "top_p": 0.9, "top_k": 20}),
+        ("vllm-16gb-latency", {"sampling": {"top_p": 1.0}}, "sampling", {"temperature": 0.8, "top_p": 1.0}),
+        ("vllm-16gb-latency", {"sampling": None}, "sampling", None),
+        ("llama-32gb-mtp", {"speculative": {"kind": "mtp", "depth": 2}}, "speculative", {"kind": "mtp", "depth": 2}),
+        ("llama-32gb-mtp", {"speculative": {"kind": "mtp"}}, "speculative", {"kind": "mtp", "depth": 3}),
+        # Another kind: the profile's depth is not meant for it.
+        ("llama-32gb-mtp", {"speculative": {"kind": "ngram"}}, "speculative", {"kind": "ngram"}),
+        ("llama-32gb-mtp", {"speculative": {"kind": "none"}}, "speculative", {"kind": "none"}),
+        ("llama-16gb-latency", {"speculative": {"kind": "mtp"}}, "speculative", {"kind": "mtp"}),
+    ],
+)
+def test_nested_settings_are_merged_key_by_key(
+    catalog: Catalog, profile: str, settings: dict[str, Any], key: str, merged: dict[str, Any] | None
+) -> None:
+    spec = resolve(instance(profile=profile, settings=settings), catalog)
+    assert spec.settings.model_dump(exclude_none=True).get(key) == merged
+
+
+def test_an_instance_without_a_profile_stays_as_it_is(catalog: Catalog) -> None:
+    spec = instance(settings={"threads": 4})
+    assert applied("chat", spec, catalog) == (spec, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("llama-16gb-latence", "did you mean `llama-16gb-latency`? known: llama-16gb-latency, "),
+        ("x", "known: llama-16gb-latency, "),
+    ],
+)
+def test_an_unknown_profile_is_met_with_the_nearest_and_the_list(catalog: Catalog, name: str, hint: str) -> None:
+    with pytest.raises(UnknownProfileError, match=f"there is no profile `{name}`") as caught:
+        resolve(instance(profile=name), catalog)
+    assert (caught.value.hint or "").startswith(hint)
+    assert (caught.value.hint or "").endswith(NAMES[-1])
+    spec, (rule,) = applied("chat", instance(profile=name), catalog)
+    assert spec == instance(profile=name)
+    assert (rule.id, rule.severity, rule.instance) == ("profile-unknown", "refuse", "chat")
+    assert rule.nearest == caught.value.hint
+
+
+def test_values_that_do_not_go_together_are_a_refusal(catalog: Catalog) -> None:
+    spec = instance(profile="llama-32gb-concurrent", settings={"context_length": 2**30})
+    with pytest.raises(ProfileSettingsError, match="`context_length` times `parallel`"):
+        resolve(spec, catalog)
+    assert [rule.id for rule in applied("chat", spec, catalog)[1]] == ["profile-settings-conflict"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "cards", "says"),
+    [
+        (
+            "llama-32gb-mtp",
+            [Card()],
+            "made for 32.0 GB or more (V100 32 GB (PCIe or SXM2) or V100S); Tesla V100-PCIE-16GB has 16.9 GB",
+        ),
+        ("llama-32gb-mtp", [Card(total_bytes=V100_32GB_BYTES)], None),
+        # With ECC some MiB are missing, and that is still the card that is meant.
+        ("llama-32gb-mtp", [Card(total_bytes=V100_32GB_BYTES - 20 * 1024**2)], None),
+        ("llama-16gb-latency", [Card()], None),
+        ("llama-16gb-latency", [Card("Tesla P4", 8 * 1024**3)], "has 8.6 GB"),
+        # Two cards share one model layer by layer.
+        ("llama-32gb-mtp", [Card(), Card()], None),
+        ("llama-32gb-mtp", [Card(), Card("Tesla P4", 8 * 1024**3)], "the 2 cards have together 25.5 GB"),
+        # No card, or one that does not tell: nothing to say.
+        ("llama-32gb-mtp", [], None),
+        ("llama-32gb-mtp", [Card(total_bytes=None)], None),
+        ("none-of-ours", [Card()], None),
+    ],
+)
+def test_a_card_below_what_the_profile_is_made_for(catalog: Catalog, profile: str, cards: list[Card], says: str | None) -> None:
+    rules = list(card_rules("chat", instance(profile=profile), cards, catalog))
+    assert [(rule.id, rule.severity) for rule in rules] == ([("profile-card-too-small", "warn")] if says else [])
+    if says:
+        assert says in rules[0].reason
+        assert rules[0].nearest
+
+
+@pytest.mark.parametrize(
+    ("driver", "glibc", "ids"),
+    [
+        ("535.309.01", "2.36", ["external-engine-driver"]),
+        ("535", "2.36", ["external-engine-driver"]),
+        ("570", "2.36", []),
+        ("580.159.04", "2.35", []),
+        ("580.159.04", "2.31", ["external-engine-glibc"]),
+        ("", "", []),
+    ],
+)
+def test_the_public_release_of_an_external_engine_needs_a_newer_driver(
+    catalog: Catalog, driver: str, glibc: str, ids: list[str]
+) -> None:
+    rules = list(external_engine_rules("chat", catalog.profiles["pxq-16gb-256k"], driver=driver, glibc=glibc))
+    assert [rule.id for rule in rules] == ids
+    if "external-engine-driver" in ids:
+        assert f"needs driver 570 or newer; the host has {driver}" in rules[0].reason
+        assert "580" in (rules[0].nearest or "")
+
+
+def test_engines_of_our_own_need_nothing_of_an_external_one(catalog: Catalog) -> None:
+    assert not list(external_engine_rules("chat", catalog.profiles["llama-16gb-latency"], driver="535", glibc="2.31"))
+
+
+def test_the_template_of_an_external_engine_knows_its_words() -> None:
+    external = load_profiles()["pxq-16gb-256k"].external
+    assert external is not None
+    names = {name for word in external.argv for name in re.findall(r"\{(\w+)\}", word)}
+    assert names - {"release", "model", "listen", "port"} <= set(Settings.model_fields)
+
+
+def test_the_page_is_in_step_with_the_profiles() -> None:
+    assert (ROOT / "docs/profiles.md").read_text() == markdown(), (
+        "run `python -m v100ctl.catalog.profiles_page > docs/profiles.md`"
+    )
