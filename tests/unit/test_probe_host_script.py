@@ -1110,9 +1110,13 @@ NOT_KNOWN = {
 }
 
 
+def look(root: Path) -> list[dict[str, Any]]:
+    return script.ask_gpus(script.collect_gpus(str(root)), str(root))
+
+
 def test_gpus_are_found_on_the_bus(pci: Path) -> None:
     bare = {"pci_address": "0000:18:00.0", "pci_id": "10de:1db6", "kernel_driver": "", "numa_node": -1, "pci_class": "0300"}
-    assert script.collect_gpus(str(pci)) == [
+    assert look(pci) == [
         bare | NOT_KNOWN,
         {
             "pci_address": "0000:3b:00.0",
@@ -1132,7 +1136,7 @@ def test_gpus_are_found_on_the_bus(pci: Path) -> None:
         },
     ]
     assert script.collect_gpus(str(pci / "none")) == []
-    assert set(script.collect_gpus(str(pci))[0]) <= set(Gpu.model_fields)
+    assert set(look(pci)[0]) <= set(Gpu.model_fields)
 
 
 def test_a_card_that_has_fallen_off_the_bus(pci: Path) -> None:
@@ -1141,8 +1145,19 @@ def test_a_card_that_has_fallen_off_the_bus(pci: Path) -> None:
     (card / "config").write_bytes(b"\xff" * 64)
     (card / "current_link_speed").write_text("Unknown\n")
     (card / "current_link_width").write_text("63\n")
-    gpu = script.collect_gpus(str(pci))[1]
+    gpu = look(pci)[1]
     assert (gpu["revision_ff"], gpu["pci_id"], gpu["link_speed_gts"], gpu["link_width"]) == (True, "10de:1db4", None, None)
+
+
+def test_a_card_that_keeps_one_waiting_is_still_listed(pci: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Any] = {"errors": {}, "gpus": script.collect_gpus(str(pci))}
+    monkeypatch.setattr(script, "ask_gpus", lambda gpus: time.sleep(600))
+    tasks = [task for task in script.second_tasks(facts) if task.key == "gpus"]
+    for task in tasks:
+        task.limit_s = 0.3
+    script.run_tasks(tasks, facts, time.monotonic() + 30)
+    assert [gpu["pci_id"] for gpu in facts["gpus"]] == ["10de:1db6", "10de:1db4"]
+    assert facts["errors"] == {"gpus": "no answer within 0.3 s"}
 
 
 def test_a_sleeping_card_is_left_asleep(pci: Path) -> None:
@@ -1150,7 +1165,7 @@ def test_a_sleeping_card_is_left_asleep(pci: Path) -> None:
     (card / "config").write_bytes(b"\xff" * 64)
     (card / "power").mkdir()
     (card / "power/runtime_status").write_text("suspended\n")
-    assert script.collect_gpus(str(pci))[1]["revision_ff"] is False
+    assert look(pci)[1]["revision_ff"] is False
 
 
 def test_a_card_bound_to_vfio(pci: Path, tmp_path: Path) -> None:

@@ -1512,18 +1512,17 @@ def nvidia_devices(root: str) -> "Iterator[tuple[str, str, str]]":
 
 
 def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
-    """NVIDIA display and 3D controllers on the PCI bus, in PCI order."""
+    """NVIDIA display and 3D controllers on the PCI bus, in PCI order, with what the kernel itself knows of each."""
     gpus = []
     for address, folder, kind in nvidia_devices(root):
         if not kind.startswith("03"):
             continue
-
-        def show(name: str, folder: str = folder) -> str:
-            return read_text(os.path.join(folder, name), "")
-
-        numa_node = re.fullmatch(r"[0-9]{1,6}", show("numa_node"))
+        numa_node = re.fullmatch(r"[0-9]{1,6}", read_text(os.path.join(folder, "numa_node"), ""))
         iommu_group = link_name(os.path.join(folder, "iommu_group"))
-        device, board_vendor, board = show("device"), show("subsystem_vendor"), show("subsystem_device")
+        device, board_vendor, board = (
+            read_text(os.path.join(folder, name), "") for name in ("device", "subsystem_vendor", "subsystem_device")
+        )
+        has_board = board_vendor.startswith("0x") and board.startswith("0x")
         gpus.append(
             {
                 "pci_address": text(address),
@@ -1531,20 +1530,35 @@ def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
                 "kernel_driver": link_name(os.path.join(folder, "driver")),
                 "numa_node": int(numa_node.group()) if numa_node else -1,
                 "pci_class": kind,
-                "subsystem_id": f"{board_vendor[2:]}:{board[2:]}"
-                if board_vendor.startswith("0x") and board.startswith("0x")
-                else "",
-                "bar1_bytes": bar1_size(show("resource")),
-                "link_speed_gts": link_speed(show("current_link_speed")),
-                "link_width": link_width(show("current_link_width")),
-                "max_link_speed_gts": link_speed(show("max_link_speed")),
-                "max_link_width": link_width(show("max_link_width")),
-                "revision_ff": off_the_bus(folder),
+                "subsystem_id": f"{board_vendor[2:]}:{board[2:]}" if has_board else "",
+                "bar1_bytes": bar1_size(read_text(os.path.join(folder, "resource"), "")),
                 "iommu_group": int(iommu_group) if re.fullmatch(r"[0-9]{1,6}", iommu_group) else None,
                 "display_attached": display_attached(folder),
             }
         )
     return gpus
+
+
+def ask_gpus(gpus: "list[Document]", root: str = "/sys/bus/pci/devices") -> "list[Document]":
+    """The same cards with what they answer on the bus; apart, because a card that is being reset keeps one waiting."""
+    asked = []
+    for gpu in gpus:
+        folder = os.path.join(root, str(gpu["pci_address"]))
+        speed, width, max_speed, max_width = (
+            read_text(os.path.join(folder, name), "")
+            for name in ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
+        )
+        asked.append(
+            dict(
+                gpu,
+                link_speed_gts=link_speed(speed),
+                link_width=link_width(width),
+                max_link_speed_gts=link_speed(max_speed),
+                max_link_width=link_width(max_width),
+                revision_ff=off_the_bus(folder),
+            )
+        )
+    return asked
 
 
 def parse_driver_version(content: str) -> "Document":
@@ -1958,6 +1972,8 @@ def second_tasks(facts: "Document") -> "list[Task]":
     """Parts that follow from the first ones, and those that a stuck process could hold up."""
     names = Names()
     tasks = [Task("listeners", name_listeners, facts.get("listeners", []))]
+    if facts.get("gpus"):
+        tasks.append(Task("gpus", ask_gpus, facts["gpus"]))
     for unit, shown in sorted(facts.get("units", {}).items()):
         if shown["main_pid"] > 0:
             tasks.append(Task("processes", collect_process, shown["main_pid"], unit, names, item=unit, limit_s=2.0))
