@@ -14,6 +14,7 @@ from v100ctl.catalog import Catalog, load_catalog
 from v100ctl.catalog.profiles import Profile, load_profiles
 from v100ctl.catalog.profiles_page import markdown
 from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.plan import llama_cpp
 from v100ctl.plan.profiles import (
     ProfileEngineMismatchError,
     ProfileSettingsError,
@@ -24,7 +25,7 @@ from v100ctl.plan.profiles import (
     resolve,
 )
 
-from .factory import MODEL
+from .factory import MODEL, make_config, make_facts
 
 ROOT = Path(__file__).parents[2]
 NAMES = [
@@ -221,6 +222,33 @@ def test_the_template_of_an_external_engine_knows_its_words() -> None:
     assert external is not None
     names = {name for word in external.argv for name in re.findall(r"\{(\w+)\}", word)}
     assert names - {"release", "model", "listen", "port"} <= set(Settings.model_fields)
+
+
+ARGV = yaml.safe_load((Path(__file__).parent / "profile_argv.yml").read_text())
+
+
+def test_every_profile_of_llama_cpp_has_its_words(catalog: Catalog) -> None:
+    assert list(ARGV["profiles"]) == [row.id for row in catalog.profiles.values() if row.engine == "llama_cpp"]
+    builds = [row.build for row in catalog.llama_cpp]
+    assert {name: sorted(case["builds"]) for name, case in ARGV["profiles"].items()} == dict.fromkeys(ARGV["profiles"], builds)
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [(name, build) for name, case in ARGV["profiles"].items() for build in case["builds"]]
+)
+def test_a_profile_of_llama_cpp_in_the_words_of_a_build(catalog: Catalog, name: str, build: int) -> None:
+    row = catalog.llama_cpp_build(build)
+    parser = catalog.llama_cpp_parser(build)
+    assert row is not None
+    assert parser is not None
+    config = make_config(llama_cpp_backend="cuda", llama_cpp_build=build)
+    spec = resolve(instance(profile=name), catalog)
+    argv = llama_cpp.argv(config, spec, row, make_facts(), release_path="/r", model_path="/m.gguf", alias="chat")
+    first = "/r/bin/llama-server --model /m.gguf --alias chat --host 127.0.0.1 --port 8000"
+    assert " ".join(argv) == f"{first} {ARGV['profiles'][name]['argv']} {ARGV['always']}"
+    # And the build's own parser takes every word as it is meant.
+    assert llama_cpp.check_argv(argv, parser) == []
+    assert llama_cpp.meaningless_settings(spec.settings) == {}
 
 
 def test_the_page_is_in_step_with_the_profiles() -> None:

@@ -14,8 +14,9 @@ from importlib import resources
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from v100ctl.catalog.rows import Row
 from v100ctl.fleet import Settings
 
 __all__ = [
@@ -29,15 +30,11 @@ __all__ = [
 ]
 
 
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)*$")]
 
 
-class ProfileFile(_Row):
+class ProfileFile(Row):
     """One file of a recommended model. What could not be looked up is ``None``."""
 
     name: str
@@ -45,7 +42,7 @@ class ProfileFile(_Row):
     sha256: Sha256 | None = None
 
 
-class ProfileModel(_Row):
+class ProfileModel(Row):
     """A public model that fits the profile's card: ``files`` of ``repository`` on Hugging Face."""
 
     name: str
@@ -67,7 +64,7 @@ class ProfileModel(_Row):
         return f"https://huggingface.co/{self.repository}/resolve/{self.revision or 'main'}/{file.name}"
 
 
-class ExternalEngine(_Row):
+class ExternalEngine(Row):
     """What an engine that the user brings needs, and how it is launched.
 
     ``argv`` holds words with ``{release}``, ``{model}``, ``{listen}``, ``{port}`` or the name of a setting in braces.
@@ -85,14 +82,14 @@ class ExternalEngine(_Row):
     source: str
 
 
-class Claim(_Row):
+class Claim(Row):
     """A speed as its report gives it: not measured by this project."""
 
     speed: str
     where: str
 
 
-class Difference(_Row):
+class Difference(Row):
     """Where a profile is not what its report did: what the report says, what a pinned engine says, what the profile does."""
 
     report: str
@@ -100,7 +97,7 @@ class Difference(_Row):
     profile: str
 
 
-class Profile(_Row):
+class Profile(Row):
     """A named set of settings for a card."""
 
     as_of: date

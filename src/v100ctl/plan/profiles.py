@@ -7,7 +7,6 @@ Pure. :func:`applied` is what the plan calls for each instance before anything e
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 from v100ctl.catalog import Catalog
 from v100ctl.catalog.profiles import Profile
+from v100ctl.catalog.rows import version_key
 from v100ctl.errors import V100ctlError
 from v100ctl.fleet import InstanceSpec, Settings
 from v100ctl.plan.types import Rule
@@ -164,7 +164,7 @@ def external_engine_rules(name: str, profile: Profile, *, driver: str, glibc: st
     external = profile.external
     if external is None:
         return
-    if driver and _version(driver) < _version(external.driver_min):
+    if driver and version_key(driver) < version_key(external.driver_min):
         yield Rule(
             "external-engine-driver",
             "refuse",
@@ -173,7 +173,7 @@ def external_engine_rules(name: str, profile: Profile, *, driver: str, glibc: st
             '`nvidia_driver_branch: "580"`, the last branch that drives a V100',
             instance=name,
         )
-    if glibc and _version(glibc) < _version(external.glibc_min):
+    if glibc and version_key(glibc) < version_key(external.glibc_min):
         yield Rule(
             "external-engine-glibc",
             "refuse",
@@ -203,7 +203,3 @@ def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 def _gb(value_bytes: int) -> str:
     """Bytes as vendors count them, in GB (10^9): a profile's card is named so."""
     return f"{value_bytes / 1e9:.1f} GB"
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text))
