@@ -388,7 +388,8 @@ def _origin(value: Any) -> str | None:
     try:
         from ansible._internal._datatag._tags import Origin
 
-        tag = Origin.get_tag(value)
+        # An error about the file itself holds the place instead of a value.
+        tag = value if isinstance(value, Origin) else Origin.get_tag(value)
     except (ImportError, AttributeError):
         return None
     path = getattr(tag, "path", None)
@@ -398,6 +399,17 @@ def _origin(value: Any) -> str | None:
         path = path.removeprefix(f"{Path.cwd()}/")
     numbers = [getattr(tag, name, None) for name in ("line_num", "col_num")]
     return ":".join([path, *(str(number) for number in numbers if isinstance(number, int) and number > 0)])
+
+
+def _origin_of_error(error: BaseException) -> str | None:
+    """Where the text stands that Ansible could not parse or template, as far as an error in the chain knows."""
+    current: BaseException | None = error
+    while current is not None:
+        place = _origin(getattr(current, "obj", None))
+        if place:
+            return place
+        current = current.__cause__ or current.__context__
+    return None
 
 
 def _place(tagged: Mapping[str, Any], location: Sequence[int | str], *, of_key: bool = False) -> str | None:
@@ -601,8 +613,10 @@ def load_fleet(
         with contextlib.redirect_stderr(_Cleaned(sys.stderr)):
             variables = _read_with_ansible(sources, limit, vault_password_files, vault_password)
     except AnsibleError as error:
+        place = _origin_of_error(error)
         raise InventoryError(
-            f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}", hint=_read_hint(error.message)
+            f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}{f' ({place})' if place else ''}",
+            hint=_read_hint(error.message),
         ) from error
     if not variables:
         wanted = f" that match `{limit}`" if limit else ""
@@ -712,9 +726,7 @@ def _read_with_ansible(
             tagged = {name: templar.template(value) for name, value in wanted.items() if name not in skipped}
             values = {name: plain(value) for name, value in tagged.items()}
         except AnsibleError as error:
-            # The text that could not be templated still knows where it stands.
-            place = _origin(getattr(error, "obj", None))
-            raise AnsibleError(f"host {host.name}{f' ({place})' if place else ''}: {error.message}") from error
+            raise AnsibleError(f"host {host.name}: {error.message}") from error
         result[host.name] = ({str(name): value for name, value in {**look_alikes, **values}.items()}, {**look_alikes, **tagged})
     return result
 

@@ -265,6 +265,18 @@ def test_an_inventory_error_names_file_and_line(
     assert not place or f"({place})" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("a: 1\nb: {c\n", "group_vars/all.yml:3:1"), ("a: 1\nb: c: d\n", "group_vars/all.yml:2:5")],
+)
+def test_a_file_that_is_not_yaml_is_named_with_its_line(tmp_path: Path, text: str, place: str) -> None:
+    (tmp_path / "group_vars").mkdir()
+    (tmp_path / "group_vars/all.yml").write_text(text)
+    inventory = write_inventory(tmp_path, {"h1": None})
+    with pytest.raises(InventoryError, match=rf"\({re.escape(str(tmp_path))}/{place}\)"):
+        load_fleet([inventory])
+
+
 def test_an_ini_inventory_knows_its_lines(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("[gpus]\nh1 llama_cpp_backend=rocm\n")
     with pytest.raises(InventoryError, match=r"\(.*/hosts:2\)"):
