@@ -54,7 +54,8 @@ def test_platforms_are_the_catalogs(role: str) -> None:
     platforms = _load(role, "meta/main.yml")["galaxy_info"]["platforms"]
     claimed = {f"{platform['name'].lower()} {version}" for platform in platforms for version in platform["versions"]}
     # Galaxy wants code names; a row's name ends in its own: `Debian 12 (bookworm)`.
-    assert claimed == {f"{row.id} {row.name.rpartition('(')[2].rstrip(')')}" for row in load_catalog().distributions}
+    provisioned = [row for row in load_catalog().distributions if row.provisioned]
+    assert claimed == {f"{row.id} {row.name.rpartition('(')[2].rstrip(')')}" for row in provisioned}
 
 
 @pytest.mark.parametrize("role", NAMES)

@@ -26,7 +26,14 @@ def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
             "distribution-unsupported",
             "refuse",
             f"{found} has no row in the catalog of {catalog.as_of}",
-            ", ".join(row.name for row in catalog.distributions),
+            ", ".join(row.name for row in catalog.distributions if row.provisioned),
+        )
+    elif not distribution.provisioned:
+        yield Rule(
+            "distribution-unsupported",
+            "refuse",
+            f"{facts.distribution.name or distribution.name} cannot be set up by the roles: {distribution.reason}",
+            ", ".join(row.name for row in catalog.distributions if row.provisioned),
         )
     elif distribution.tested == "rendered":
         yield Rule(

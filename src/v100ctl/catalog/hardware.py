@@ -1,0 +1,313 @@
+"""Typed rows of the hardware side: GPUs, driver branches, CUDA toolkits, and how a distribution installs each.
+
+How ranges are to be read, which the catalog's own test checks:
+
+- a **driver** row answers for every version from its branch up to the next row's branch, the last row for everything newer. So
+  every version from the first row on has exactly one answer, and a branch that NVIDIA never released on Linux cannot fall
+  through. Versions before the first row have none.
+- a **CUDA** row answers for one ``major.minor``; its compiler and libc bounds answer for every gcc and every glibc.
+- an **architecture** answers for ranges of PCI device ids that do not overlap; an id in no range is unknown, never an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from datetime import date
+from typing import Literal
+
+from pydantic import Field
+
+from v100ctl.catalog.rows import Row, version_key
+
+OpenModules = Literal["required", "optional", "refused"]
+
+
+class Architecture(Row):
+    """A GPU architecture, the device ids that belong to it, and the kernel modules it takes.
+
+    ``open_modules``: ``refused`` where there is no GPU System Processor, ``required`` where the proprietary modules no longer
+    drive the card, ``optional`` between.
+    """
+
+    name: str
+    open_modules: OpenModules
+    #: Inclusive ranges of device ids, in hexadecimal, ``"1d81-1df6"``.
+    device_ids: tuple[str, ...]
+    #: Regular expression over the name that ``nvidia-smi`` shows, ``None`` where names do not tell.
+    name_pattern: str | None
+    source: str
+
+    @functools.cached_property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """``device_ids`` as numbers."""
+        return tuple((int(first, 16), int(last, 16)) for first, _, last in (item.partition("-") for item in self.device_ids))
+
+    def has(self, device_id: int) -> bool:
+        """Is ``device_id`` (without the vendor) one of this architecture's?"""
+        return any(first <= device_id <= last for first, last in self.ranges)
+
+
+class GpuRow(Row):
+    """One card that this toolkit serves from.
+
+    Attributes:
+        pci_id: Vendor and device, ``10de:1db1``.
+        also: Names that other boards of the same id carry; ``-LS`` and ``-H`` boards differ in clocks and power limit.
+        memory_bytes: What ``nvidia-smi`` calls the total, with ECC off; ECC takes a few MiB.
+        power_min_w: Lowest power limit that may be set; ``None`` where no source says.
+        bandwidth_bytes_per_s: Peak of the memory, reads and writes together; ``None`` where no source says.
+        nvswitch: Sits behind NVSwitches, so that CUDA starts only with the fabric manager running.
+    """
+
+    pci_id: str
+    name: str
+    also: tuple[str, ...] = ()
+    form: Literal["PCIE", "SXM2", "SXM3", "FHHL", "DGXS"]
+    memory_bytes: int
+    compute_capability: str
+    architecture: str
+    power_limit_w: int
+    power_min_w: int | None
+    bandwidth_bytes_per_s: int | None
+    pcie_generation: int
+    pcie_width: int
+    nvswitch: bool
+    source: str
+
+
+class NeighbourGpu(Row):
+    """A card of another generation that a mixed host may hold; nothing is served from it."""
+
+    pci_id: str
+    name: str
+    compute_capability: str
+    architecture: str
+    source: str
+
+
+class PackageSource(Row):
+    """One way in which a distribution's release gets a driver branch or a toolkit.
+
+    Attributes:
+        kind: ``distribution``: its own archive. ``nvidia_repository``: NVIDIA's repository for that release. ``dnf_module``: a
+            module stream of that repository. ``transitional``: a package of the name asked for that installs ``installs``
+            instead. ``none``: not to be had in the way that ``repository`` names (in no way, where that is ``None``).
+        repository: Archive components or NVIDIA's name of the repository, such as ``non-free`` or ``ubuntu2404``.
+        packages: What is installed, in one call, after ``pins``.
+        pins: Packages that hold the branch; installed first, in a call of their own.
+        hold: Patterns for the package manager's own hold (``apt-mark hold``, ``dnf versionlock``), where no pin package exists.
+        version: The version seen there, ``None`` where no source gives one.
+        host_compiler: The compiler package that a toolkit needs beside it, ``None`` where the default one will do.
+        glibc_patched: Do this source's headers compile with a glibc beyond the toolkit's own bound?
+        installs: The branch that a ``transitional`` package really brings.
+        reason: Why not, for ``none`` and ``transitional``; what to know first, for others.
+    """
+
+    kind: Literal["distribution", "nvidia_repository", "dnf_module", "transitional", "none"]
+    repository: str | None = None
+    packages: tuple[str, ...] = ()
+    pins: tuple[str, ...] = ()
+    hold: tuple[str, ...] = ()
+    version: str | None = None
+    host_compiler: str | None = None
+    glibc_patched: bool = False
+    installs: str | None = None
+    reason: str | None = None
+    source: str
+
+    @property
+    def usable(self) -> bool:
+        """Does it bring what was asked for?"""
+        return self.kind not in ("none", "transitional")
+
+    @property
+    def of_nvidia(self) -> bool:
+        """Does it need NVIDIA's repository?"""
+        return self.kind in ("nvidia_repository", "dnf_module")
+
+
+#: ``debian/12`` -> its sources, the best first.
+Sources = Mapping[str, tuple[PackageSource, ...]]
+
+
+def _sources(by_distribution: Sources, distribution_id: str, version_id: str) -> tuple[PackageSource, ...]:
+    """Sources of a release; a point release (``9.4``) has its major's."""
+    found = by_distribution.get(f"{distribution_id}/{version_id}")
+    if found is None:
+        found = by_distribution.get(f"{distribution_id}/{version_id.partition('.')[0]}", ())
+    return found
+
+
+class KernelBuilds(Row):
+    """Which kernels the modules of one driver version, and of later ones up to the next entry, build for.
+
+    ``newest``: the newest that a source says builds. ``fails_from``: the oldest that a source says does not. Between the two,
+    and beyond ``newest`` where nothing is said, nobody has told. ``packaged_by`` names the distribution whose own patches the
+    entry speaks of, ``None`` for NVIDIA's sources as released.
+    """
+
+    driver: str
+    newest: str | None = None
+    fails_from: str | None = None
+    packaged_by: str | None = None
+    source: str
+
+
+class DriverBranch(Row):
+    """A branch of NVIDIA's Linux driver.
+
+    Attributes:
+        first_version: The first release for Linux that was no beta, and ``released`` its date; ``None`` where none was found.
+        end_of_life: The last day of the month that NVIDIA names, ``None`` where it names none.
+        ended: NVIDIA's list calls the branch ended, with or without a date.
+        drives_volta: Do its modules bind a V100?
+        cuda: The CUDA version of its own libcuda: PTX up to this one loads.
+        default_modules: The flavour that its packages install unless told otherwise.
+        proprietary_modules: Does it still come with the flavour that a V100 needs?
+    """
+
+    branch: str
+    kind: Literal["long_term_support", "production", "new_feature"]
+    first_version: str | None
+    released: date | None
+    end_of_life: date | None
+    ended: bool
+    drives_volta: bool
+    cuda: str
+    default_modules: Literal["proprietary", "open"]
+    proprietary_modules: bool = True
+    kernels: tuple[KernelBuilds, ...] = ()
+    packages: Sources = Field(default_factory=dict)
+    source: str
+
+    def has_ended(self, as_of: date) -> bool:
+        """Is the branch out of support on ``as_of``?"""
+        return self.ended or (self.end_of_life is not None and as_of > self.end_of_life)
+
+    def sources(self, distribution_id: str, version_id: str) -> tuple[PackageSource, ...]:
+        """Ways to install the branch on a release, the best first; ``()`` where none was looked up."""
+        return _sources(self.packages, distribution_id, version_id)
+
+    def builds_for(self, driver: str, kernel: str, packaged_by: str | None = None) -> tuple[bool | None, KernelBuilds | None]:
+        """Do the modules of version ``driver`` build for ``kernel``?
+
+        Args:
+            driver: A version of this branch, as the package or ``nvidia-smi`` spells it.
+            kernel: A kernel release, as ``uname -r`` spells it.
+            packaged_by: The id of the distribution whose package it is, ``None`` for NVIDIA's own.
+
+        Returns:
+            ``True`` or ``False`` and the entry that says so; ``None`` where no source says.
+        """
+        asked, wanted = version_key(driver), version_key(kernel)[:2]
+        known = [
+            entry
+            for entry in self.kernels
+            if entry.packaged_by in (None, packaged_by) and version_key(entry.driver) <= asked and len(wanted) == 2
+        ]
+        # A distribution's own patches say more than NVIDIA's release of the same version.
+        for entry in sorted(known, key=lambda item: (item.packaged_by is not None, version_key(item.driver)), reverse=True):
+            if entry.newest is not None and wanted <= version_key(entry.newest)[:2]:
+                return True, entry
+            if entry.fails_from is not None and wanted >= version_key(entry.fails_from)[:2]:
+                return False, entry
+        return None, None
+
+
+class CudaRow(Row):
+    """A CUDA toolkit.
+
+    Attributes:
+        gcc_max: The newest gcc major that its headers accept.
+        glibc_max_exclusive: The first glibc with which NVIDIA's headers do not compile, ``None`` where there is none.
+        sm_min, sm_max: The oldest and the newest architecture that it makes machine code for, as numbers (70 is ``sm_70``).
+        driver_min: The oldest driver that runs its machine code (minor-version compatibility).
+        driver_bundled: The driver released with it, the oldest with every feature.
+        ptx_driver_min: The oldest branch whose own CUDA version is at least this one, so that its PTX loads.
+    """
+
+    version: str
+    gcc_max: int
+    glibc_max_exclusive: str | None
+    sm_min: int
+    sm_max: int
+    driver_min: str
+    driver_bundled: str
+    ptx_driver_min: str
+    repositories: Sources
+    source: str
+
+    def accepts_gcc(self, major: int) -> bool:
+        """Do its headers accept this gcc?"""
+        return major <= self.gcc_max
+
+    def accepts_glibc(self, version: str) -> bool:
+        """Do NVIDIA's own headers compile with this glibc? A distribution's package may be patched: see its source."""
+        return self.glibc_max_exclusive is None or version_key(version) < version_key(self.glibc_max_exclusive)
+
+    def targets(self, compute_capability: str) -> bool:
+        """Does it make machine code for ``7.0``?"""
+        return self.sm_min <= int(compute_capability.replace(".", "")) <= self.sm_max
+
+    def runs_machine_code(self, driver: str) -> bool:
+        """Does machine code from this toolkit run on version ``driver``?"""
+        return version_key(driver) >= version_key(self.driver_min)
+
+    def loads_ptx(self, driver: str) -> bool:
+        """Does PTX from this toolkit load on version ``driver``?"""
+        return version_key(driver)[:1] >= version_key(self.ptx_driver_min)[:1]
+
+    def sources(self, distribution_id: str, version_id: str) -> tuple[PackageSource, ...]:
+        """Ways to install the toolkit on a release, the best first; ``()`` where none was looked up."""
+        return _sources(self.repositories, distribution_id, version_id)
+
+
+class Distribution(Row):
+    """A Linux distribution's release.
+
+    Attributes:
+        id: ``ID`` of ``os-release``; a rebuild of Enterprise Linux is looked up under ``rhel``.
+        provisioned: Can this version's roles set it up? Rows without are there so that a plan can say what would be needed.
+        tested: ``run``: the whole path is run by this project's tests. ``rendered``: names were looked up, nothing was run.
+        glibc, gcc, kernel, python: What the release brings by default.
+        compilers: gcc major -> the package of its C++ compiler, beside the default one.
+        reason: What keeps the roles from it, where ``provisioned`` is false.
+    """
+
+    id: str
+    version_id: str
+    name: str
+    package_manager: Literal["apt", "dnf"]
+    provisioned: bool
+    tested: Literal["run", "rendered"]
+    glibc: str
+    gcc: int
+    kernel: str
+    python: str
+    compilers: Mapping[int, str]
+    toolchain_packages: tuple[str, ...]
+    runtime_packages: tuple[str, ...]
+    reason: str | None = None
+    source: str
+
+    def compiler(self, gcc_max: int) -> str | None:
+        """The package of the newest C++ compiler that is not newer than ``gcc_max``, ``None`` where the release has none."""
+        fitting = [major for major in self.compilers if major <= gcc_max]
+        return self.compilers[max(fitting)] if fitting else None
+
+
+#: Rebuilds of Enterprise Linux, which take its packages: ``ID`` of ``os-release`` -> the row's ``id``.
+ENTERPRISE_LINUX = {"rhel": "rhel", "rocky": "rhel", "almalinux": "rhel"}
+
+
+def device_of(pci_id: str) -> int | None:
+    """The device number of ``10de:1DB1``, ``None`` for another vendor or no id at all."""
+    found = re.fullmatch(r"10de:([0-9a-f]{4})", pci_id.strip().lower())
+    return int(found.group(1), 16) if found else None
+
+
+def plain_name(name: str) -> str:
+    """A GPU's name without maker and brand, in lower case: ``Tesla V100-SXM2-16GB`` -> ``v100-sxm2-16gb``."""
+    return re.sub(r"^(nvidia|tesla)[ -]+", "", re.sub(r"^nvidia[ -]+", "", name.strip().lower()))
