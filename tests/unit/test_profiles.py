@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from v100ctl.catalog import Catalog, load_catalog
 from v100ctl.catalog.profiles import Profile, load_profiles
@@ -130,6 +132,32 @@ def test_nested_settings_are_merged_key_by_key(
 ) -> None:
     spec = resolve(instance(profile=profile, settings=settings), catalog)
     assert spec.settings.model_dump(exclude_none=True).get(key) == merged
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "context_length": st.integers(1, 4096),
+            "parallel": st.none() | st.integers(1, 8),
+            "flash_attention": st.sampled_from(["on", "off", "auto"]),
+            "threads": st.none() | st.integers(1, 64),
+            "sampling": st.fixed_dictionaries({}, optional={"top_p": st.floats(0, 1), "top_k": st.none() | st.integers(0, 100)}),
+            "metrics": st.booleans(),
+        },
+    ),
+)
+def test_what_the_instance_says_is_never_lost(name: str, settings: dict[str, Any]) -> None:
+    catalog = load_catalog()
+    spec = instance(profile=name, settings=settings)
+    resolved = resolve(spec, catalog)
+    assert resolve(resolved, catalog) == resolved
+    said, under, merged = spec.settings.model_dump(), catalog.profiles[name].settings.model_dump(), resolved.settings.model_dump()
+    for key in Settings.model_fields.keys() - {"sampling"}:
+        assert merged[key] == (said[key] if key in settings else under[key])
+    for key, value in settings.get("sampling", {}).items():
+        assert merged["sampling"][key] == value
 
 
 def test_an_instance_without_a_profile_stays_as_it_is(catalog: Catalog) -> None:
