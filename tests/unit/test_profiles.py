@@ -277,6 +277,7 @@ def test_a_profile_of_llama_cpp_in_the_words_of_a_build(catalog: Catalog, name: 
     # And the build's own parser takes every word as it is meant.
     assert llama_cpp.check_argv(argv, parser) == []
     assert llama_cpp.meaningless_settings(spec.settings) == {}
+    assert catalog.profiles[name].model.architecture in parser.architectures
 
 
 def test_the_page_is_in_step_with_the_profiles() -> None:

@@ -43,11 +43,15 @@ class ProfileFile(Row):
 
 
 class ProfileModel(Row):
-    """A public model that fits the profile's card: ``files`` of ``repository`` on Hugging Face."""
+    """A public model that fits the profile's card: ``files`` of ``repository`` on Hugging Face.
+
+    ``architecture`` is GGUF's ``general.architecture``, or the first of ``architectures`` in a ``config.json``.
+    """
 
     name: str
     repository: str = Field(pattern=r"^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$")
     revision: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
+    architecture: str
     licence: str
     files: tuple[ProfileFile, ...] = Field(min_length=1)
     note: str | None = None
