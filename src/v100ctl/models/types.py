@@ -27,7 +27,8 @@ class ModelHeader(BaseModel):
     ``array_lengths`` has the length of every array of a GGUF, the long ones (``tokenizer.ggml.tokens``) included.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Some `config.json` hold `Infinity`, which would come back as null.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     format: Literal["gguf", "safetensors"]
     architecture: str
