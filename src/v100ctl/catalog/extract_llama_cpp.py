@@ -399,14 +399,25 @@ def quantisations(tree: Path) -> list[str]:
     raise ExtractError("no table QUANT_OPTIONS")
 
 
-_CMAKE_FILES = ("CMakeLists.txt", "ggml/CMakeLists.txt")
+_CMAKE_FILES = (
+    "CMakeLists.txt",
+    "ggml/CMakeLists.txt",
+    "ggml/src/CMakeLists.txt",
+    "ggml/src/ggml-cuda/CMakeLists.txt",
+    "tools/ui/CMakeLists.txt",
+)
+
+
+def _cmake_text(tree: Path) -> str:
+    paths = [tree / path for path in _CMAKE_FILES if (tree / path).exists()]
+    return "\n".join(re.sub(r"(?m)#.*$", "", path.read_text(encoding="utf-8")) for path in paths)
 
 
 def cmake_options(tree: Path) -> dict[str, str]:
     """Option -> default when llama.cpp is configured by itself on Linux; ``${NAME}`` where that hangs on the machine."""
     options: dict[str, str] = {}
     sets: dict[str, list[str]] = {"LLAMA_STANDALONE": ["ON"], "GGML_STANDALONE": ["OFF"]}
-    text = "\n".join(re.sub(r"(?m)#.*$", "", (tree / path).read_text(encoding="utf-8")) for path in _CMAKE_FILES)
+    text = _cmake_text(tree)
     for name, value in re.findall(r"\bset\s*\(\s*(\w+_DEFAULT|INS_ENB)\s+\"?(\w+)\"?\s*\)", text):
         sets.setdefault(name, []).append(value)
     # The first is llama.cpp's own, and ggml sets these only where they are not set.
@@ -423,19 +434,26 @@ def cmake_options(tree: Path) -> dict[str, str]:
         options.setdefault(name, resolved(value.strip('"')))
     for name, value in re.findall(r'\bset\s*\(\s*(\w+)\s+("[^"]*"|\S+)\s+CACHE\s+(?:STRING|PATH|FILEPATH|BOOL)\b', text):
         options.setdefault(name, resolved(value.strip('"')))
+    # Read without having been declared: backends, a debug switch, what the build is called.
+    for name in re.findall(r"\bggml_add_backend\(\s*(\w+)", text):
+        options.setdefault(f"GGML_{name.upper()}", "OFF")
+    if re.search(r"\bif\s*\(\s*GGML_CUDA_DEBUG\s*\)", text):
+        options.setdefault("GGML_CUDA_DEBUG", "OFF")
+    for name, value in re.findall(r"\bif\s*\(\s*NOT DEFINED (LLAMA_BUILD_\w+)\s*\)\s*set\(\1\s+(\S+)\)", text):
+        options.setdefault(name, value)
     wanted = re.compile(r"(GGML|LLAMA)_\w+|BUILD_SHARED_LIBS")
     return {name: value for name, value in sorted(options.items()) if wanted.fullmatch(name)}
 
 
 def cmake_removed(tree: Path) -> dict[str, dict[str, str]]:
     """Options that this build knows only to say that they are gone: what happens (fatal, warning, ignored), and the new name."""
-    text = "\n".join(re.sub(r"(?m)#.*$", "", (tree / path).read_text(encoding="utf-8")) for path in _CMAKE_FILES)
+    text = _cmake_text(tree)
     removed: dict[str, dict[str, str]] = {}
     for kind, old, new in re.findall(r"\bllama_option_depr\s*\(\s*(FATAL_ERROR|WARNING)\s+(\w+)\s*(\w*)\s*\)", text):
         effect = "fatal" if kind == "FATAL_ERROR" else "renamed" if new else "ignored"
         removed[old] = {"effect": effect, **({"instead": new} if new else {})}
-    for old in re.findall(r"if \((GGML_\w+)\)\s*message\s*\(\s*(?:WARNING|DEPRECATION)[^)]*deprecated", text):
-        removed[old] = {"effect": "ignored"}
+    for old, new in re.findall(r"\bif\s*\(\s*DEFINED (\w+)\s*\)\s*set\((\w+) \$\{\1\}\)\s*message\(DEPRECATION", text):
+        removed[old] = {"effect": "renamed", "instead": new}
     return dict(sorted(removed.items()))
 
 
@@ -524,7 +542,8 @@ def download(build: int, folder: Path) -> Path:
 
 _READ = re.compile(
     r"[^/]+/llama\.cpp/("
-    r"CMakeLists\.txt|ggml/CMakeLists\.txt|ggml/src/ggml\.c|common/[^/]+\.(cpp|h)|src/llama-arch\.cpp|tools/quantize/quantize\.cpp"
+    r"(?:ggml/|ggml/src/|ggml/src/ggml-cuda/|tools/ui/)?CMakeLists\.txt|ggml/src/ggml\.c|common/[^/]+\.(cpp|h)"
+    r"|src/llama-arch\.cpp|tools/quantize/quantize\.cpp"
     r")"
 )
 
