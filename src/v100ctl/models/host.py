@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,16 +39,8 @@ module.main()
 @functools.cache
 def script() -> bytes:
     """The parsers and :mod:`v100ctl.models.host_script` as one Python script."""
-    texts = [(module.__name__, _source_text(module)) for module in _MODULES]
+    texts = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in _MODULES]
     return f"MODULES = {texts!a}\n{_START}".encode("ascii")
-
-
-def _source_text(module: ModuleType) -> str:
-    loader = module.__spec__.loader if module.__spec__ else None
-    text = loader.get_source(module.__name__) if loader is not None and hasattr(loader, "get_source") else None
-    if not isinstance(text, str):
-        raise ProbeError(f"the source of {module.__name__} is not there", hint="install v100ctl again")
-    return text
 
 
 def read_from_host(

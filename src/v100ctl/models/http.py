@@ -254,7 +254,8 @@ def _blocks(answer: requests.Response, source: HttpSource, deadline: Deadline) -
         try:
             block = read(_BLOCK_BYTES)
         except Exception as error:  # urllib3's own kinds, `http.client`'s, and the socket's
-            raise _Interrupted(reason(error)) from error
+            said = reason(error)
+            raise _Interrupted("the answer ended too early" if said.startswith("IncompleteRead") else said) from error
         if not block:
             return
         yield block
