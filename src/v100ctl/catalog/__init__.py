@@ -33,6 +33,7 @@ from v100ctl.catalog.hardware import (
 from v100ctl.catalog.llama_cpp import Archive, CmakeOptions, LlamaCppBuild, LlamaCppFlags, LlamaCppParser, ParserFlag
 from v100ctl.catalog.profiles import Profile, load_profiles
 from v100ctl.catalog.rows import Row, version_key
+from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow, load_parser
 
 __all__ = [
     "Architecture",
@@ -51,13 +52,16 @@ __all__ = [
     "PackageSource",
     "ParserFlag",
     "Profile",
+    "VllmArgument",
+    "VllmParser",
+    "VllmRow",
     "load_catalog",
     "version_key",
 ]
 
 
 #: Files whose dates make the catalog's; big generated ones carry the date on which they were made, which is not an age.
-_DATED_FILES = ("llama_cpp.yml", "distributions.yml", "gpus.yml", "drivers.yml", "cuda.yml")
+_DATED_FILES = ("llama_cpp.yml", "distributions.yml", "gpus.yml", "drivers.yml", "cuda.yml", "vllm.yml")
 
 
 class Catalog(Row):
@@ -97,6 +101,25 @@ class Catalog(Row):
         wanted = ENTERPRISE_LINUX.get(distribution_id, distribution_id)
         version = version_id.partition(".")[0] if wanted == "rhel" else version_id
         return next((row for row in self.distributions if (row.id, row.version_id) == (wanted, version)), None)
+
+    @functools.cached_property
+    def vllm_rows(self) -> tuple[VllmRow, ...]:
+        """Versions of vLLM, the oldest first."""
+        return _rows(VllmRow, "vllm.yml", "versions")
+
+    @property
+    def vllm_versions(self) -> tuple[str, ...]:
+        """The versions of vLLM that can be launched, the oldest first."""
+        return tuple(row.version for row in self.vllm_rows if row.launchable)
+
+    def vllm(self, version: str) -> VllmRow | None:
+        """The row of ``version``, ``None`` where nothing is known about it. It may say that a V100 cannot run it."""
+        exact = next((row for row in self.vllm_rows if row.version == version), None)
+        return exact or next((row for row in self.vllm_rows if row.answers_for(version)), None)
+
+    def vllm_parser(self, version: str) -> VllmParser | None:
+        """What vLLM ``version`` takes, ``None`` where nobody has asked it. Loaded when it is asked for."""
+        return load_parser(version)
 
     @functools.cached_property
     def gpus(self) -> tuple[GpuRow, ...]:
