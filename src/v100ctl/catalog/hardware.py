@@ -141,11 +141,12 @@ def _sources(by_distribution: Sources, distribution_id: str, version_id: str) ->
 
 
 class KernelBuilds(Row):
-    """Which kernels the modules of one driver version, and of later ones up to the next entry, build for.
+    """What a source says about the kernels that the modules of one driver version build for.
 
-    ``newest``: the newest that a source says builds. ``fails_from``: the oldest that a source says does not. Between the two,
-    and beyond ``newest`` where nothing is said, nobody has told. ``packaged_by`` names the distribution whose own patches the
-    entry speaks of, ``None`` for NVIDIA's sources as released.
+    ``newest``: the newest kernel for which they build; they build for older kernels too, and so do later drivers.
+    ``fails_from``: the oldest for which they do not; they fail for newer kernels too, and so do earlier drivers.
+    ``packaged_by``: the distribution whose package the entry speaks of, ``None`` for NVIDIA's sources as released. A
+    distribution patches, so that NVIDIA's failure is not its own, while what NVIDIA's sources can its package can.
     """
 
     driver: str
@@ -202,16 +203,17 @@ class DriverBranch(Row):
             ``True`` or ``False`` and the entry that says so; ``None`` where no source says.
         """
         asked, wanted = version_key(driver), version_key(kernel)[:2]
-        known = [
-            entry
-            for entry in self.kernels
-            if entry.packaged_by in (None, packaged_by) and version_key(entry.driver) <= asked and len(wanted) == 2
-        ]
-        # A distribution's own patches say more than NVIDIA's release of the same version.
-        for entry in sorted(known, key=lambda item: (item.packaged_by is not None, version_key(item.driver)), reverse=True):
-            if entry.newest is not None and wanted <= version_key(entry.newest)[:2]:
+        if not asked or len(wanted) != 2:
+            return None, None
+        for entry in self.kernels:
+            able = entry.newest is not None and version_key(entry.driver) <= asked and wanted <= version_key(entry.newest)
+            if able and entry.packaged_by in (None, packaged_by):
                 return True, entry
-            if entry.fails_from is not None and wanted >= version_key(entry.fails_from)[:2]:
+        for entry in self.kernels:
+            unable = (
+                entry.fails_from is not None and asked <= version_key(entry.driver) and wanted >= version_key(entry.fails_from)
+            )
+            if unable and entry.packaged_by == packaged_by:
                 return False, entry
         return None, None
 
