@@ -118,15 +118,25 @@ def test_v100s(pci_id: str, name: str, gib: int, form: str) -> None:
     row = CATALOG.gpu(pci_id)
     assert row is not None
     assert (row.name, row.form, row.compute_capability, row.architecture) == (name, form, "7.0", "volta")
-    # What the driver calls the total is a little less than the chips hold.
-    assert 0 < gib * 1024**3 - row.memory_bytes < 0.02 * gib * 1024**3
+    assert row.memory_total_bytes == gib * 1024**3
+    # The driver reserves a little of what the chips hold.
+    assert 0 < row.memory_total_bytes - row.memory_bytes < 0.02 * row.memory_total_bytes
     assert (row.pcie_generation, row.pcie_width) == (3, 16)
     assert row.nvswitch == (form == "SXM3")
+    assert row.power_limit_w is not None
     assert row.power_min_w is None or row.power_min_w < row.power_limit_w
     assert CATALOG.gpu(pci_id.upper()) is row
     architecture = CATALOG.architecture(pci_id)
     assert architecture is not None
     assert (architecture.name, architecture.open_modules) == ("volta", "refused")
+
+
+@pytest.mark.parametrize("pci_id", ["10de:1df0", "10de:1df2"])
+def test_a_v100_without_a_marketing_name_is_one_all_the_same(pci_id: str) -> None:
+    row = CATALOG.gpu(pci_id)
+    assert row is not None
+    assert CATALOG.gpu_named(row.name) is row
+    assert (row.architecture, row.memory_total_bytes) == ("volta", 32 * 1024**3)
 
 
 def test_ids_and_names_are_unique() -> None:
@@ -466,6 +476,15 @@ def test_ubuntus_535_is_580(version: str) -> None:
     first, second = row.sources("ubuntu", version)
     assert (first.kind, first.installs, first.usable) == ("transitional", "580", False)
     assert (second.kind, second.packages) == ("nvidia_repository", ("cuda-drivers-535",))
+
+
+def test_debian_13_has_no_580_at_all() -> None:
+    row = CATALOG.driver("580")
+    assert row is not None
+    assert [one.usable for one in row.sources("debian", "13")] == [False, False]
+    older = CATALOG.driver("535")
+    assert older is not None
+    assert [one.packages[0] for one in older.sources("debian", "13")] == ["nvidia-tesla-535-driver"]
 
 
 def test_no_branch_is_installed_unheld() -> None:

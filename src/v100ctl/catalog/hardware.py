@@ -55,7 +55,9 @@ class GpuRow(Row):
     Attributes:
         pci_id: Vendor and device, ``10de:1db1``.
         also: Names that other boards of the same id carry; ``-LS`` and ``-H`` boards differ in clocks and power limit.
-        memory_bytes: What ``nvidia-smi`` calls the total, with ECC off; ECC takes a few MiB.
+        memory_bytes: What CUDA can have of it, the least that was seen.
+        memory_total_bytes: What ``nvidia-smi`` of current drivers calls the total; what lies between is reserved.
+        power_limit_w: Default power limit, ``None`` where no source says.
         power_min_w: Lowest power limit that may be set; ``None`` where no source says.
         bandwidth_bytes_per_s: Peak of the memory, reads and writes together; ``None`` where no source says.
         nvswitch: Sits behind NVSwitches, so that CUDA starts only with the fabric manager running.
@@ -66,9 +68,10 @@ class GpuRow(Row):
     also: tuple[str, ...] = ()
     form: Literal["PCIE", "SXM2", "SXM3", "FHHL", "DGXS"]
     memory_bytes: int
+    memory_total_bytes: int
     compute_capability: str
     architecture: str
-    power_limit_w: int
+    power_limit_w: int | None
     power_min_w: int | None
     bandwidth_bytes_per_s: int | None
     pcie_generation: int
