@@ -78,7 +78,8 @@ def _section(profile: Profile) -> Iterator[str]:
 
 def _model(model: ProfileModel) -> Iterator[str]:
     at = f" at revision `{model.revision}`" if model.revision else ""
-    yield f"Model: {model.name}, [{model.repository}](https://huggingface.co/{model.repository}){at} (`{model.architecture}`, {model.licence}).\n"
+    repository = f"[{model.repository}](https://huggingface.co/{model.repository}){at}"
+    yield f"Model: {model.name}, {repository} (`{model.architecture}`, {model.licence}).\n"
     yield "| file | bytes | SHA-256 |"
     yield "| --- | --- | --- |"
     for file in model.files:
