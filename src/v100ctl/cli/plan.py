@@ -25,12 +25,30 @@ if TYPE_CHECKING:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A probe's document (JSON) to plan from, for one host.",
 )
+@click.option(
+    "--explain-command",
+    "explained",
+    metavar="FILE|-",
+    type=click.Path(allow_dash=True),
+    help="Instead of planning, explain the command lines that this text holds: llama-server, vllm, cmake.",
+)
+@click.option(
+    "--engine-version",
+    "engine_versions",
+    multiple=True,
+    metavar="VERSION",
+    help="With --explain-command: a build of llama.cpp or a version of vLLM, else what the inventory pins.",
+)
+@click.option("--gpu", metavar="NAME", help="With --explain-command: the card, such as V100-SXM2-16GB.")
 @format_option("table", "json")
 @output_options
 def command(
     hosts: HostOptions,
     offline: bool,
     facts_file: Path | None,
+    explained: str | None,
+    engine_versions: tuple[str, ...],
+    gpu: str | None,
     output_format: str,
     output: Path | None,
     no_color: bool,
@@ -38,11 +56,29 @@ def command(
     """Show what would change on which host and why; touch nothing.
 
     Exit code 0: every host is as planned. 2: something would change. 1: a host is refused or cannot be reached.
+
+    With --explain-command, 0: every flag means what it says. 2: some are ignored, renamed or unwise. 1: some are refused by that
+    version's parser or cannot work on that card.
     """
     from v100ctl.cli.show import changes_table, console, print_host, print_rules
     from v100ctl.examine import decide, examine
     from v100ctl.plan.report import exit_code, host_document, plan_document
 
+    if explained is not None:
+        from v100ctl.cli.explain import explain_command
+
+        return explain_command(
+            explained,
+            hosts=hosts,
+            engine_versions=engine_versions,
+            gpu=gpu,
+            facts=_read_facts(facts_file) if facts_file is not None else None,
+            output_format=output_format,
+            output=output,
+            no_color=no_color,
+        )
+    if engine_versions or gpu is not None:
+        raise click.UsageError("--engine-version and --gpu belong to --explain-command")
     if offline != (facts_file is not None):
         raise click.UsageError("--offline and --facts FILE belong together")
     fleet = hosts.fleet()

@@ -1,0 +1,679 @@
+"""A ``vllm serve`` command line, or one of the API server's module, as that version's argparse reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from v100ctl.catalog import Catalog
+from v100ctl.catalog.history import Advice, History
+from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow
+from v100ctl.plan.command_line import Command
+from v100ctl.plan.explain.inventory import Wish, typed
+from v100ctl.plan.explain.shared import (
+    advice_applies,
+    environment_findings,
+    hidden,
+    is_loopback,
+    listening_finding,
+    secret_finding,
+    text_findings,
+    wrapper_findings,
+)
+from v100ctl.plan.explain.types import Card, CommandExplanation, Finding, is_opaque, ordered, plain_dash
+
+_DEFAULT_PORT = 8000
+#: The release that began to refuse `--model` beside `serve` (vllm/utils.py); until then it was overwritten.
+_SERVE_REFUSES_MODEL = "0.8.5"
+#: The least compute capability with the instructions that the `volta_prefill` kernels need (Ampere).
+_AMPERE = 8.0
+_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Words that belong together: an argument with its values, a positional word, or one that names nothing."""
+
+    kind: Literal["argument", "positional", "unknown", "ambiguous", "taken"]
+    words: tuple[str, ...]
+    name: str
+    argument: VllmArgument | None = None
+    values: tuple[str, ...] = ()
+    #: Whether the value stood behind an equals sign.
+    explicit: bool = False
+
+
+@dataclass
+class _Said:
+    words: tuple[str, ...]
+    values: tuple[str, ...]
+    positive: bool
+    index: int
+
+
+@dataclass
+class _Reading:
+    parser: VllmParser
+    row: VllmRow
+    history: History
+    card: Card
+    wish: Wish
+    serves: bool
+    findings: list[Finding] = field(default_factory=list)
+    said: dict[str, _Said] = field(default_factory=dict)
+    model: str | None = None
+
+
+def explain_vllm(command: Command, catalog: Catalog, version: str, history: History, card: Card) -> CommandExplanation:
+    """Explain one command for one version.
+
+    Raises:
+        KeyError: nobody has asked this version what it takes.
+    """
+    row, parser = catalog.vllm(version), catalog.vllm_parser(version)
+    if row is None or parser is None:
+        raise KeyError(version)
+    command = hidden(command, row.secret_flags)
+    reading = _Reading(parser, row, history, card, Wish("vllm", version), serves=command.style == "serve")
+    _image(command, catalog, reading)
+    _version(reading)
+    reading.findings += wrapper_findings(command)
+    environment = list(environment_findings(command, "vllm", history, card))
+    reading.findings += environment
+    pieces = list(_cut(command.words, parser, serves=reading.serves))
+    for index, piece in enumerate(pieces):
+        whole = _with_its_value(pieces, index, reading)
+        _piece(whole, reading)
+        if len(whole.words) > len(piece.words):
+            pieces[index + 1] = replace(pieces[index + 1], kind="taken")
+    _gather(reading, environment, has_key="VLLM_API_KEY" in command.environment)
+    _together(reading)
+    return CommandExplanation(
+        program="vllm",
+        typed=command.typed,
+        line=command.line,
+        engine="vllm",
+        version=version,
+        findings=ordered((*text_findings(command), *reading.findings)),
+        inventory=reading.wish.snippet(),
+    )
+
+
+def _version(reading: _Reading) -> None:
+    row, card = reading.row, reading.card
+    if row.sm_70 == "yes" and card.sm in row.torch_architectures:
+        return
+    missing = card.sm not in row.torch_architectures
+    if card.sm == 70 or missing:
+        reading.findings.append(
+            Finding(
+                ("vllm",),
+                "fails" if missing or row.sm_70 == "no" else "unwise",
+                "vllm-without-card",
+                meaning=f"vLLM {row.version} with torch {row.torch}, CUDA {row.cuda}",
+                reason=row.reason if card.sm == 70 else f"its wheels hold no machine code for {card}",
+                nearest="vLLM 0.8.5.post1",
+            )
+        )
+
+
+def _image(command: Command, catalog: Catalog, reading: _Reading) -> None:
+    if command.image is None:
+        return
+    bare, _, tag = command.image.rpartition("/")[2].partition(":")
+    if not bare.startswith("vllm-openai"):
+        return
+    tag = tag.partition("@")[0]
+    try:
+        version = str(Version(tag.removeprefix("v")))
+    except InvalidVersion:
+        version = ""
+    if not version:
+        reading.findings.append(
+            Finding(
+                (command.image,),
+                "fails" if tag in ("", "latest", "nightly") and reading.card.sm == 70 else "unwise",
+                "image-without-version",
+                meaning="a container image that brings its own vLLM, torch and CUDA",
+                reason="the newest release no longer runs on this card, and tomorrow's image is another one"
+                if reading.card.sm == 70
+                else "tomorrow's image is another one",
+                nearest=f"`vllm/vllm-openai:v{reading.row.version}`, or the toolkit's own environment",
+            )
+        )
+        return
+    found = catalog.vllm(version)
+    if found is not None and found.sm_70 != "yes" and reading.card.sm == 70:
+        reading.findings.append(
+            Finding(
+                (command.image,),
+                "fails" if found.sm_70 == "no" else "unwise",
+                "vllm-without-card",
+                meaning=f"an image of vLLM {version}, CUDA {found.cuda}",
+                reason=found.reason,
+                nearest=f"`vllm/vllm-openai:v{reading.row.version}`",
+            )
+        )
+    elif version != reading.row.version:
+        reading.findings.append(
+            Finding(
+                (command.image,),
+                "ok",
+                "image-of-another-version",
+                meaning=f"an image of vLLM {version}",
+                reason=f"explained for {reading.row.version}; `--engine-version {version}` would be its own, where that is known",
+            )
+        )
+
+
+# --- words -------------------------------------------------------------------------------------------------------------------
+
+
+def _cut(words: Sequence[str], parser: VllmParser, *, serves: bool) -> Iterator[_Piece]:
+    """The words as argparse groups them (argparse.py: _parse_optional, _match_argument)."""
+    position = 0
+    while position < len(words):
+        original = words[position]
+        word = _plain(original, parser)
+        if word == "--":
+            for rest in words[position + 1 :]:
+                yield _Piece("positional", (rest,), rest)
+            return
+        position += 1
+        kind, name, argument, explicit = _named(word, parser, serves=serves)
+        if argument is None:
+            yield _Piece(kind, (original,), name)
+            continue
+        if explicit is not None:
+            yield _Piece("argument", (original,), name, argument, (explicit,), explicit=True)
+            continue
+        following: list[str] = []
+        most = _most(argument)
+        while position + len(following) < len(words) and (most is None or len(following) < most):
+            candidate = words[position + len(following)]
+            if candidate == "--" or _named(_plain(candidate, parser), parser, serves=serves)[0] != "positional":
+                break
+            following.append(candidate)
+        position += len(following)
+        yield _Piece("argument", (original, *following), name, argument, tuple(following))
+
+
+def _plain(word: str, parser: VllmParser) -> str:
+    candidates = plain_dash(word)
+    return next((item for item in candidates if parser.candidates(item)), candidates[0] if candidates else word)
+
+
+def _most(argument: VllmArgument) -> int | None:
+    if argument.arity == "any":
+        return None
+    return 1 if argument.arity == "optional" else argument.arity
+
+
+def _named(
+    word: str, parser: VllmParser, *, serves: bool
+) -> tuple[Literal["argument", "positional", "unknown", "ambiguous"], str, VllmArgument | None, str | None]:
+    """What a word is: its kind, the spelling that it stands for, the argument, and a value that is joined to it."""
+    if not word.startswith("-") or word == "-":
+        return "positional", word, None, None
+    name, equals, value = word.partition("=")
+    explicit = value if equals else None
+    own = {spelling: item for item in parser.serve_arguments for spelling in item.names} if serves else {}
+    if parser.normal(name) in own:
+        return "argument", parser.normal(name), own[parser.normal(name)], explicit
+    found = parser.candidates(name)
+    if len(found) == 1:
+        return "argument", found[0], parser.flag(found[0]), explicit
+    if len(found) > 1:
+        return "ambiguous", ", ".join(found), None, None
+    if not word.startswith("--") and parser.candidates(word[:2]) and len(word) > 2:
+        # `-qawq`: a short argument with its value joined to it.
+        return "argument", word[:2], parser.flag(word[:2]), word[2:].removeprefix("=")
+    if _NEGATIVE_NUMBER.match(word) or " " in word:
+        return "positional", word, None, None
+    return "unknown", parser.normal(name), None, None
+
+
+def _meaning(names: tuple[str, ...], reading: _Reading) -> str:
+    return reading.history.meaning(names) or "known to this version; its `--help` describes it"
+
+
+def _with_its_value(pieces: Sequence[_Piece], index: int, reading: _Reading) -> _Piece:
+    """An unknown argument together with the word after it, which argparse has left over as well."""
+    piece, following = pieces[index], pieces[index + 1 : index + 2]
+    if piece.kind != "unknown" or "=" in piece.words[0] or not following or following[0].kind != "positional":
+        return piece
+    former = reading.history.former(piece.name)
+    if (former is not None and not former.takes) or (reading.serves and reading.model is None):
+        return piece
+    return replace(piece, words=(*piece.words, *following[0].words))
+
+
+def _piece(piece: _Piece, reading: _Reading) -> None:
+    if piece.kind == "taken":
+        return
+    if piece.kind == "positional":
+        _positional(piece, reading)
+    elif piece.kind == "unknown":
+        _unknown(piece, reading)
+    elif piece.kind == "ambiguous":
+        reading.findings.append(
+            Finding(piece.words, "refused", "ambiguous-flag", reason=f"may be short for {piece.name}", nearest="the whole name")
+        )
+    else:
+        _argument(piece, reading)
+    if plain_dash(piece.words[0]) and reading.findings:
+        word = _plain(piece.words[0], reading.parser)
+        reading.findings[-1] = replace(
+            reading.findings[-1],
+            verdict="refused",
+            id="typographic-dash",
+            reason=f"begins with a typographic dash of a web page: a stray word to the parser; explained as `{word}`",
+            nearest=f"`{' '.join((word, *piece.words[1:]))}`",
+        )
+
+
+def _positional(piece: _Piece, reading: _Reading) -> None:
+    before = reading.findings[-1] if reading.findings else None
+    after_switch = before is not None and len(before.words) == 1 and before.words[0].startswith("-")
+    value = piece.words[0]
+    if reading.serves and reading.model is None and not (after_switch and value.lower() in ("true", "false")):
+        reading.model = value
+        reading.findings.append(Finding(piece.words, "ok", "ok", meaning=_meaning(("model_tag",), reading)))
+        return
+    name = before.words[0] if before is not None and after_switch else None
+    flag = reading.parser.flag(name) if name else None
+    if flag is not None and name is not None and flag.is_switch and before is not None and value.lower() in ("true", "false"):
+        _valued_switch(piece, flag, name, value.lower() == "true", before, reading)
+        return
+    instead = "`--model` before it" if not reading.serves and reading.model is None else None
+    extra = f"; `{name}` before it takes no value" if flag is not None and flag.is_switch else ""
+    reading.findings.append(
+        Finding(piece.words, "refused", "stray-word", reason=f"`unrecognized arguments: {value}`{extra}", nearest=instead)
+    )
+
+
+def _valued_switch(piece: _Piece, flag: VllmArgument, name: str, on: bool, before: Finding, reading: _Reading) -> None:
+    """``--enforce-eager False``: a switch takes no value, so the word is left over."""
+    positive = reading.parser.normal(name) not in flag.negated
+    wanted = on if positive else not on
+    negated = flag.negated[0] if flag.negated else None
+    instead = f"`{flag.names[0]}`" if wanted else f"`{negated}`" if negated else "leave it out: it is off by default"
+    said = reading.said.get(flag.names[0])
+    if said is not None:
+        reading.said[flag.names[0]] = replace(said, positive=wanted)
+    reading.findings[-1] = Finding(
+        (*before.words, *piece.words),
+        "refused",
+        "switch-with-value",
+        meaning=before.meaning,
+        reason=f"a switch without a value: `unrecognized arguments: {piece.words[0]}`",
+        nearest=instead,
+        settings=_settings_of(flag, (), reading, positive=wanted),
+    )
+
+
+def _unknown(piece: _Piece, reading: _Reading) -> None:
+    parser, row = reading.parser, reading.row
+    former = reading.history.former(piece.name)
+    instead = row.former_arguments.get(piece.name)
+    if former is not None or instead is not None:
+        words = instead or (former.instead if former else None)
+        reading.findings.append(
+            Finding(
+                piece.words,
+                "refused",
+                "former-flag",
+                meaning=_former_meaning(words, piece, reading),
+                reason=former.reason if former else f"an argument of other versions, which vLLM {row.version} does not have",
+                nearest=f"`{words}`" if words else "leave it out",
+                settings=dict(former.settings) if former else {},
+            )
+        )
+        if former is not None:
+            reading.wish.settings |= former.settings
+        return
+    near = parser.nearest(piece.words[0])
+    reading.findings.append(
+        Finding(
+            piece.words,
+            "refused",
+            "unknown-flag",
+            meaning=reading.history.meaning((piece.name,)),
+            reason=f"`unrecognized arguments`: vLLM {row.version} has no `{piece.name}`",
+            nearest=f"did you mean `{near}`?" if near else None,
+        )
+    )
+
+
+def _former_meaning(instead: str | None, piece: _Piece, reading: _Reading) -> str | None:
+    words = [piece.name, *([instead.partition(" ")[0].partition("=")[0]] if instead else [])]
+    return reading.history.meaning(tuple(words))
+
+
+def _argument(piece: _Piece, reading: _Reading) -> None:
+    argument = piece.argument
+    if argument is None:
+        return
+    meaning = _meaning((*argument.names, *argument.negated), reading)
+    problem = _problem(piece, argument)
+    if problem is not None:
+        reading.findings.append(Finding(piece.words, "refused", problem[0], meaning, problem[1], problem[2]))
+        return
+    positive = piece.name not in argument.negated
+    if argument.type == "boolean" and piece.values:
+        positive = piece.values[0].lower() == "true"
+    name = argument.names[0]
+    earlier = reading.said.get(name)
+    if earlier is not None and not argument.repeats and earlier.index < len(reading.findings):
+        old = reading.findings[earlier.index]
+        if old.verdict == "ok":
+            reading.findings[earlier.index] = replace(
+                old, verdict="ignored", id="said-again", reason=f"said again later: `{' '.join(piece.words)}` counts", settings={}
+            )
+    reading.said[name] = _Said(piece.words, piece.values, positive, len(reading.findings))
+    value = piece.values[0] if piece.values else None
+    found = Finding(piece.words, "ok", "ok", meaning, settings=_settings_of(argument, piece.values, reading, positive=positive))
+    typed_name = reading.parser.normal(_plain(piece.words[0], reading.parser)).partition("=")[0]
+    if argument.deprecated:
+        found = replace(found, verdict="ignored", id="deprecated-flag", reason="out of date: the version takes it with a warning")
+    elif piece.name != typed_name and piece.name.startswith(typed_name) and typed_name.startswith("--"):
+        found = replace(
+            found,
+            verdict="renamed",
+            id="abbreviated-flag",
+            reason=f"taken for `{piece.name}`, until a version has another argument that begins so",
+            nearest=f"`{piece.name}`",
+        )
+    advice = next((row for row in reading.history.advice if positive and _applies(row, argument, value, reading)), None)
+    if advice is not None:
+        found = replace(found, verdict=advice.verdict, id=advice.id, reason=advice.reason, nearest=advice.nearest)
+    reading.findings.append(found)
+
+
+def _problem(piece: _Piece, argument: VllmArgument) -> tuple[str, str, str | None] | None:
+    """Why argparse stops at an argument: (id, reason, instead)."""
+    name = piece.name
+    if argument.is_switch and piece.explicit:
+        negated = argument.negated[0] if argument.negated else None
+        off = piece.values[0].lower() == "false"
+        instead = f"`{negated}`" if off and negated else "leave it out" if off else f"`{name}`"
+        return "switch-with-value", f"a switch without a value: `ignored explicit argument '{piece.values[0]}'`", instead
+    if not piece.values and (argument.arity == "any" or (isinstance(argument.arity, int) and argument.arity > 0)):
+        return "value-missing", "`expected one argument`: nothing follows that could be its value", None
+    for value in piece.values:
+        if is_opaque(value):
+            continue
+        problem = argument.problem(value)
+        if problem is not None:
+            near = argument.nearest(value)
+            return "value-refused", problem, f"`{name} {near}`" if near else None
+    return None
+
+
+def _applies(row: Advice, argument: VllmArgument, value: str | None, reading: _Reading) -> bool:
+    if not advice_applies(row, argument.names, value, reading.card):
+        return False
+    return row.versions is None or Version(reading.row.version) in SpecifierSet(row.versions)
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------
+
+
+def _settings_of(argument: VllmArgument, values: tuple[str, ...], reading: _Reading, *, positive: bool) -> dict[str, Any]:
+    """The settings that an argument says, by the version's spellings."""
+    row = reading.row
+    if any(is_opaque(value) for value in values):
+        return {}
+    for flag, keys in row.json_arguments.items():
+        if flag in argument.names and len(values) == 1:
+            return _json_settings(values[0], keys, row)
+    names = set(argument.names) | set(argument.negated)
+    for path, spelling in row.spellings.items():
+        if isinstance(spelling, str):
+            if spelling in names and values:
+                value = typed(path, values[0])
+                return {path: value} if value is not None else {}
+        elif any(word.partition("=")[0] in names for words in spelling.values() for word in words):
+            if not argument.is_switch and argument.type != "boolean":
+                continue
+            # A switch for one value says the other one where it is negated.
+            says = next((meant for meant, words in spelling.items() if argument.names[0] in words), "true")
+            on = positive if says == "true" else not positive
+            value = typed(path, "true" if on else "false")
+            return {path: value} if value is not None else {}
+    return {}
+
+
+def _json_settings(text: str, keys: Mapping[str, str], row: VllmRow) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(document, dict):
+        return {}
+    found: dict[str, Any] = {}
+    for path, key in keys.items():
+        value = document.get(key, document.get("type") if key == "rope_type" else None)
+        names = {text: meant for meant, text in row.json_values.get(path, {}).items()}
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            setting = typed(path, names.get(str(value), str(value)))
+            if setting is not None:
+                found[path] = setting
+    return found
+
+
+def _gather(reading: _Reading, environment: Sequence[Finding], *, has_key: bool) -> None:
+    wish, said, row = reading.wish, reading.said, reading.row
+    for finding in environment:
+        if "gpus" in finding.settings:
+            wish.gpus = list(finding.settings["gpus"])
+        if "threads" in finding.settings:
+            wish.settings["threads"] = finding.settings["threads"]
+    secrets = set(row.secret_flags)
+    for name, item in said.items():
+        argument = reading.parser.flag(name)
+        if argument is None:
+            continue
+        found = _settings_of(argument, item.values, reading, positive=item.positive)
+        wish.settings |= found
+        if found or name in _INSTANCE_KEYS or set(argument.names) & secrets or argument.deprecated:
+            continue
+        if any(is_opaque(value) for value in item.values):
+            continue
+        wish.extra_args += [name if item.positive or not argument.negated else argument.negated[0], *item.values]
+    model = said.get("--model")
+    wish.model = reading.model or (model.values[0] if model and model.values else None)
+    host, port = said.get("--host"), said.get("--port")
+    wish.listen = host.values[0] if host and host.values else None
+    wish.port = int(port.values[0]) if port and port.values and port.values[0].isdecimal() else _DEFAULT_PORT
+    wish.has_key = has_key or "--api-key" in said
+    cards = said.get("--tensor-parallel-size")
+    if cards and wish.gpus is None and cards.values[0].isdecimal() and 1 <= int(cards.values[0]) <= 16:
+        wish.gpus = list(range(int(cards.values[0])))
+    for path in ("model", "listen", "port", "tensor_parallel"):
+        wish.settings.pop(path, None)
+    if any(path.startswith("speculative.") for path in wish.settings):
+        for path in [path for path in wish.settings if path.startswith("speculative.")]:
+            del wish.settings[path]
+        wish.comments.append("drafting goes under `settings.speculative`: {kind: draft or ngram, depth: N, model: {...}}")
+    if any(path.startswith("rope_scaling.") for path in wish.settings):
+        wish.settings.setdefault("rope_scaling.kind", "linear")
+    if said.get("--dtype") is None and row.defaults is not None:
+        wish.settings["dtype"] = row.defaults.dtype
+
+
+#: Arguments that become keys of an instance rather than settings.
+_INSTANCE_KEYS = frozenset({"--model", "--host", "--port", "--tensor-parallel-size", "--config"})
+
+
+def _judge(reading: _Reading, said: _Said, found: Finding) -> None:
+    own = reading.findings[said.index]
+    if own.verdict == "ok":
+        reading.findings[said.index] = replace(
+            own, verdict=found.verdict, id=found.id, reason=found.reason, nearest=found.nearest
+        )
+    else:
+        reading.findings.append(found)
+
+
+def _together(reading: _Reading) -> None:
+    """What arguments mean together, on the card, and what is missing."""
+    said, row, card = reading.said, reading.row, reading.card
+    _model(reading)
+    _quantization(reading)
+    for setting, reason in row.volta_prefill.items():
+        name = {"chunked_prefill": "--enable-chunked-prefill", "prefix_caching": "--enable-prefix-caching"}.get(setting)
+        item = said.get(name) if name else None
+        if reading.wish.settings.get(setting) is not True or card.capability >= _AMPERE:
+            continue
+        found = Finding(
+            item.words if item is not None else next((x.words for x in reading.findings if x.settings.get(setting)), ()),
+            "fails",
+            f"{setting.replace('_', '-')}-on-volta",
+            meaning=_meaning((name,), reading) if name else None,
+            reason=f"can end the process on Volta in fp16 ({reason})",
+            nearest=f"leave it off: `{setting}: false`",
+        )
+        if item is not None:
+            _judge(reading, item, found)
+        else:
+            reading.findings.append(found)
+        reading.wish.settings[setting] = False
+    _long_context(reading)
+    if "--dtype" not in said and card.capability < _AMPERE:
+        reading.findings.append(
+            Finding(
+                ("vllm",),
+                "unwise",
+                "dtype-unsaid",
+                meaning="no `--dtype`",
+                reason="the model's own type is taken, and most say bfloat16, which stops the worker on this card",
+                nearest="`--dtype half`",
+            )
+        )
+    secret = said.get("--api-key")
+    if secret is not None:
+        _judge(
+            reading,
+            secret,
+            secret_finding(secret.words, "`VLLM_API_KEY` from a file that only its reader may read, or `api_keys`"),
+        )
+    host = said.get("--host")
+    if not reading.wish.has_key and (host is None or not is_opaque(host.values[0])):
+        address = host.values[0] if host is not None else "every address (no `--host`)"
+        if host is None or not is_loopback(address):
+            found = listening_finding(host.words if host is not None else ("vllm",), address)
+            if host is None:
+                reading.findings.append(found)
+                reading.wish.listen = "0.0.0.0"  # noqa: S104 - said to the reader, not bound
+            else:
+                _judge(reading, host, found)
+    cards = said.get("--tensor-parallel-size")
+    if cards is not None and reading.wish.gpus is not None and cards.values[0].isdecimal():
+        wanted = int(cards.values[0])
+        if wanted > len(reading.wish.gpus):
+            _judge(
+                reading,
+                cards,
+                Finding(
+                    cards.words,
+                    "fails",
+                    "more-workers-than-cards",
+                    reason=f"{wanted} workers, and CUDA_VISIBLE_DEVICES shows {len(reading.wish.gpus)} of the cards",
+                    nearest=f"`--tensor-parallel-size {len(reading.wish.gpus)}`",
+                ),
+            )
+
+
+def _model(reading: _Reading) -> None:
+    said = reading.said.get("--model")
+    if not reading.serves:
+        if said is None:
+            reading.findings.append(
+                Finding(
+                    ("vllm",),
+                    "unwise",
+                    "model-unsaid",
+                    reason="without `--model` a test model is served",
+                    nearest="`--model`",
+                )
+            )
+        return
+    if said is not None:
+        refuses = Version(reading.row.version) >= Version(_SERVE_REFUSES_MODEL)
+        if refuses or reading.model is None:
+            reason = "with `vllm serve` this version wants the model as a word of its own"
+            nearest = f"`vllm serve {said.values[0]}`"
+            _judge(reading, said, Finding(said.words, "refused", "model-with-serve", reason=reason, nearest=nearest))
+        else:
+            _judge(
+                reading,
+                said,
+                Finding(said.words, "ignored", "model-with-serve", reason=f"`{reading.model}` is served", nearest="leave it out"),
+            )
+    elif reading.model is None and "--config" not in reading.said:
+        reading.findings.append(
+            Finding(("vllm",), "refused", "model-unsaid", reason="`vllm serve` wants a model", nearest="`vllm serve MODEL ...`")
+        )
+
+
+def _quantization(reading: _Reading) -> None:
+    said, minima, card = reading.said.get("--quantization"), reading.parser.quantization, reading.card
+    runs = sorted(name for name, least in minima.items() if 0 < least <= card.sm)
+    if said is not None:
+        method = said.values[0]
+        least = minima.get(method)
+        if least is not None and least > card.sm:
+            found = Finding(
+                said.words,
+                "fails",
+                "quantization-capability",
+                reason=f"{method} needs compute capability {least / 10:.1f}, not {card.compute_capability}",
+                nearest=f"a model in one of {', '.join(name for name in ('gptq', 'gguf', 'bitsandbytes') if name in runs)}",
+            )
+            _judge(reading, said, found)
+            reading.wish.settings.pop("quantization", None)
+            reading.wish.comments.append(f"the model has to be another one: {method} does not run on this card")
+        return
+    model = reading.model or (reading.said["--model"].values[0] if "--model" in reading.said else "")
+    named = re.search(r"[-_.](awq|fp8|nvfp4)\b", model, re.IGNORECASE)
+    method = named[1].lower() if named else ""
+    least = minima.get("modelopt" if method == "nvfp4" else method)
+    if named and least is not None and least > card.sm:
+        reading.findings.append(
+            Finding(
+                (model,),
+                "unwise",
+                "quantization-by-name",
+                meaning=_meaning(("model_tag",), reading),
+                reason=f"its name says {named[1]}, which needs compute capability {least / 10:.1f}",
+                nearest="a GPTQ-Int4 of the same model",
+            )
+        )
+
+
+def _long_context(reading: _Reading) -> None:
+    limit, said = reading.row.long_context_chunks_above, reading.said.get("--max-model-len")
+    if limit is None or said is None or "--enable-chunked-prefill" in reading.said or reading.card.capability >= _AMPERE:
+        return
+    value = reading.wish.settings.get("context_length")
+    if isinstance(value, int) and value > limit and "chunked_prefill" not in reading.wish.settings:
+        off = reading.row.words("chunked_prefill", "false") or ()
+        _judge(
+            reading,
+            said,
+            Finding(
+                said.words,
+                "unwise",
+                "chunked-prefill-by-itself",
+                reason=f"above {limit} tokens this version turns chunked prefill on by itself, which can end the process",
+                nearest=f"`{' '.join(off)}` too",
+            ),
+        )
+        reading.wish.settings["chunked_prefill"] = False

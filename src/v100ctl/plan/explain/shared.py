@@ -1,0 +1,241 @@
+"""What both engines' explanations have in common: environment, wrappers, the text itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from v100ctl.catalog.history import Advice, History
+from v100ctl.plan.command_line import DASHES, Command
+from v100ctl.plan.explain.types import HIDDEN, Card, Engine, Finding, is_opaque, looks_secret
+
+_NAMES: dict[Engine, str] = {"llama_cpp": "llama.cpp", "vllm": "vLLM"}
+
+
+def text_findings(command: Command) -> Iterator[Finding]:
+    """What is wrong with the text as it was pasted."""
+    for remark in command.remarks:
+        yield Finding(
+            (), "unwise" if remark.harmful else "ok", f"text-{remark.id}", meaning="the text itself", reason=remark.text
+        )
+
+
+def nearest_name(word: str, names: Iterable[str]) -> str | None:
+    """The known word that is most like ``word``."""
+    near = difflib.get_close_matches(word, sorted(names), n=1, cutoff=0.75)
+    return near[0] if near else None
+
+
+def wrapper_findings(command: Command) -> Iterator[Finding]:
+    """``sudo``, ``numactl`` and their like."""
+    for wrapper in command.wrappers:
+        program = wrapper[0].rsplit("/", 1)[-1]
+        words = tuple(_without_assigned_secrets(wrapper))
+        if program == "numactl":
+            yield Finding(words, "ok", "wrapper", meaning="keeps threads and memory on the named NUMA nodes")
+        elif program == "taskset":
+            yield Finding(words, "ok", "wrapper", meaning="keeps threads on the named processors")
+        elif program == "sudo" and not {"-u", "--user"} & set(wrapper) and not any(w.startswith("--user=") for w in wrapper):
+            if command.program == "cmake" or command.image is not None:
+                continue
+            yield Finding(
+                words,
+                "unwise",
+                "server-as-root",
+                meaning="starts the server as root",
+                reason="whoever breaks into the server has the host",
+                nearest="a user of its own; units of this toolkit run as `v100`",
+            )
+
+
+def _without_assigned_secrets(words: Sequence[str]) -> Iterator[str]:
+    for word in words:
+        name, separator, _ = word.partition("=")
+        yield f"{name}={HIDDEN}" if separator and looks_secret(name) else word
+
+
+def environment_findings(command: Command, engine: Engine, history: History, card: Card) -> Iterator[Finding]:
+    """Variables that the text sets, as far as anything is known about them."""
+    visible = command.environment.get("CUDA_VISIBLE_DEVICES")
+    order = command.environment.get("CUDA_DEVICE_ORDER")
+    if visible is not None:
+        yield _visible_devices(visible, order, engine)
+    if order is not None:
+        known = order in ("PCI_BUS_ID", "FASTEST_FIRST")
+        yield Finding(
+            (f"CUDA_DEVICE_ORDER={order}",),
+            "ok" if order == "PCI_BUS_ID" else "unwise",
+            "device-order",
+            meaning="numbers cards as `nvidia-smi` does" if order == "PCI_BUS_ID" else "numbers cards by speed",
+            reason=None if order == "PCI_BUS_ID" else "index 0 may be another card than the one that `nvidia-smi` calls 0",
+            nearest=None
+            if order == "PCI_BUS_ID"
+            else "`CUDA_DEVICE_ORDER=PCI_BUS_ID`"
+            if known
+            else "PCI_BUS_ID or FASTEST_FIRST",
+        )
+    for name, value in command.environment.items():
+        if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            continue
+        rows = [row for row in history.environment if row.name == name]
+        row = next((item for item in rows if _variable_applies(item.values, item.compute_capability_below, value, card)), None)
+        if row is None:
+            continue
+        secret = row.secret or looks_secret(name)
+        unit = secret and command.origin == "systemd"
+        yield Finding(
+            (f"{name}={HIDDEN if secret else value}",),
+            "unwise" if unit and row.verdict == "ok" else row.verdict,
+            "secret-in-unit" if unit else "environment",
+            meaning=row.meaning,
+            reason="every user of the host can read a unit's `Environment=`" if unit else row.reason,
+            nearest="an `EnvironmentFile=` that only its reader may read" if unit else row.nearest,
+            settings={row.setting: int(value)} if row.setting and value.isdecimal() else {},
+        )
+
+
+def _variable_applies(values: tuple[str, ...] | None, below: float | None, value: str, card: Card) -> bool:
+    return (values is None or value in values) and (below is None or card.capability < below)
+
+
+def _visible_devices(value: str, order: str | None, engine: Engine) -> Finding:
+    words = (f"CUDA_VISIBLE_DEVICES={value}",)
+    meaning = "the cards that the process sees"
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if is_opaque(value):
+        return Finding(words, "ok", "visible-devices", meaning=meaning)
+    if engine == "vllm" and any(not part.lstrip("-").isdecimal() for part in parts):
+        return Finding(
+            words,
+            "fails",
+            "vllm-card-by-uuid",
+            meaning=meaning,
+            reason="both pinned versions of vLLM read whole numbers there, so a UUID ends in a ValueError",
+            nearest="`CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0`, or `gpus: [GPU-...]` in the inventory",
+            settings={"gpus": parts},
+        )
+    numbers = all(part.isdecimal() for part in parts)
+    if not parts or parts == ["-1"]:
+        return Finding(words, "unwise", "no-visible-device", meaning="no card at all", reason="the engine sees no card")
+    gpus = [int(part) for part in parts] if numbers else parts
+    if numbers and order is None:
+        return Finding(
+            words,
+            "unwise",
+            "device-order-unsaid",
+            meaning=meaning,
+            reason="CUDA numbers cards by speed unless told otherwise: on a mixed host that is another card than `nvidia-smi`'s",
+            nearest=f"`CUDA_DEVICE_ORDER=PCI_BUS_ID {words[0]}`, or the card's UUID",
+            settings={"gpus": gpus},
+        )
+    return Finding(words, "ok", "visible-devices", meaning=meaning, settings={"gpus": gpus})
+
+
+def hidden(command: Command, secret_flags: Iterable[str]) -> Command:
+    """The command with every secret replaced, so that nothing made from it can show one.
+
+    Secrets are the values of ``secret_flags`` (abbreviated ones too), of flags and variables that are named like one, and the
+    user and password of a URL. What only names a variable (``$KEY``) stays.
+    """
+    flags = {flag.lstrip("-") for flag in secret_flags}
+    words: list[str] = []
+    pending = False
+    for word in command.words:
+        bare, separator, value = word.lstrip(f"-{DASHES}").partition("=")
+        is_flag = word[:1] == "-" or word[:1] in DASHES
+        normal = bare.replace("_", "-")
+        secret = is_flag and (
+            looks_secret(bare) or any(flag == normal or (len(normal) >= 5 and flag.startswith(normal)) for flag in flags)
+        )
+        if secret:
+            words.append(f"{word[: len(word) - len(value)]}{_hidden_value(value)}" if separator else word)
+        elif pending and not is_flag:
+            words.append(_hidden_value(word))
+            pending = False
+            continue
+        elif words and words[-1] == HIDDEN and not is_flag and re.fullmatch(r"sk-\S+|[A-Za-z0-9_-]{16,}", word):
+            # Later versions of vLLM take several keys.
+            words.append(HIDDEN)
+        elif re.match(r"[A-Z_]*(KEY|TOKEN|SECRET|PASSWORD)[A-Z_]*=", word) and looks_secret(word.partition("=")[0]):
+            words.append(f"{word.partition('=')[0]}={HIDDEN}")
+        else:
+            words.append(_without_credentials(word))
+        pending = secret and not separator
+    return dataclasses.replace(
+        command,
+        words=tuple(words),
+        environment={
+            name: _hidden_value(value) if looks_secret(name) else _without_credentials(value)
+            for name, value in command.environment.items()
+        },
+        wrappers=tuple(tuple(_without_assigned_secrets(wrapper)) for wrapper in command.wrappers),
+    )
+
+
+def _hidden_value(value: str) -> str:
+    return value if is_opaque(value) else HIDDEN
+
+
+def _without_credentials(word: str) -> str:
+    return re.sub(r"(://)[^/@\s:]+:[^/@\s]+@", rf"\1{HIDDEN}@", word)
+
+
+def advice_applies(row: Advice, names: Sequence[str], value: str | None, card: Card) -> bool:
+    """Whether a row is about this flag with this value on this card; builds and versions are the caller's."""
+    if not set(row.names) & set(names):
+        return False
+    if row.values is not None and value not in row.values:
+        return False
+    if row.above is not None and not (value is not None and _number(value) > row.above):
+        return False
+    return row.compute_capability_below is None or card.capability < row.compute_capability_below
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return -math.inf
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only the host itself can reach a server that listens there."""
+    if host in ("localhost", ""):
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        # A socket's path, or a name that nobody can look up here.
+        return host.startswith("/") or host.endswith(".sock")
+
+
+def listening_finding(words: tuple[str, ...], host: str) -> Finding:
+    """A server that anyone on the network may use."""
+    return Finding(
+        words,
+        "unwise",
+        "listen-unauthenticated",
+        meaning=f"listens on {host} without a key",
+        reason="anyone on that network may use the server",
+        nearest="`listen: 127.0.0.1`, or `api_keys`",
+    )
+
+
+def secret_finding(words: tuple[str, ...], nearest: str) -> Finding:
+    """A secret on a command line."""
+    return Finding(
+        words,
+        "unwise",
+        "secret-in-argv",
+        reason="every user of the host can read a command line (`ps`), and so can every report that quotes it",
+        nearest=nearest,
+    )
+
+
+def engine_name(engine: Engine) -> str:
+    """The engine as people call it."""
+    return _NAMES[engine]
