@@ -199,6 +199,7 @@ class _Vocabulary:
     kv_cache_types: list[str]
     reasoning_formats: list[str]
     speculative_types: list[str]
+    none_ends_speculative_types: bool
 
 
 def _replacements(message: str, known: set[str]) -> list[str]:
@@ -220,10 +221,13 @@ def _kind(argument: _Argument) -> tuple[int, str | None]:
     if len(parameters) == 2:
         return 2, "string"
     name = re.findall(r"\w+", parameters[0])[-1] if re.search(r"&\s*\w", parameters[0]) else ""
-    if name and re.search(rf"std::sto[fd]\({name}\)", argument.handler):
-        return 1, "float"
-    if name and re.search(rf"std::sto(i|l|ll|ul|ull)\({name}\)", argument.handler):
-        return 1, "int"
+    if name:
+        # The value itself, or a copy of it without blanks.
+        read = "|".join((name, *re.findall(rf"(\w+) = string_strip\({name}\)", argument.handler)))
+        if re.search(rf"std::sto[fd]\((?:{read})\b", argument.handler):
+            return 1, "float"
+        if re.search(rf"std::sto(?:i|l|ll|ul|ull)\((?:{read})\b", argument.handler):
+            return 1, "int"
     return 1, "string"
 
 
@@ -284,6 +288,8 @@ def _flag(argument: _Argument, words: _Vocabulary, known: set[str]) -> dict[str,
                 row["or_integer"] = True
             if re.search(r"common_speculative_types_from_names\(", argument.handler):
                 row["separator"] = ","
+                if words.none_ends_speculative_types:
+                    row["list_end"] = "none"
         row.update(_range(argument))
     if argument.env:
         row["env"] = argument.env
@@ -300,7 +306,7 @@ def _flag(argument: _Argument, words: _Vocabulary, known: set[str]) -> dict[str,
         )
         if use:
             row["instead"] = [use[1].split()[0]]
-    if re.search(r"\bread_file\(|std::ifstream\s+file|fs_is_directory|not a directory", argument.handler):
+    if re.search(r"\bread_file\(|std::ifstream\s+\w+|fs_is_directory|not a directory", argument.handler):
         row["reads_file"] = True
     if any("llama_supports_rpc" in part for part in (*argument.conditions, argument.handler)):
         row["needs_option"] = "GGML_RPC"
@@ -335,13 +341,15 @@ def flags(tree: Path) -> tuple[list[dict[str, Any]], list[str], list[str]]:
     if types is None:
         raise ExtractError("no list of KV cache types")
     kv_cache_types = [name.lower() for name in re.findall(r"GGML_TYPE_(\w+)", types[1])]
+    speculative_types, none_ends = _speculative_types(tree)
     words = _Vocabulary(
         truthy=_set_of_words(_body(source, r"\bcommon_arg_utils::is_truthy\(")),
         falsey=_set_of_words(_body(source, r"\bcommon_arg_utils::is_falsey\(")),
         autoy=_set_of_words(_body(source, r"\bcommon_arg_utils::is_autoy\(")),
         kv_cache_types=kv_cache_types,
         reasoning_formats=_reasoning_formats(tree),
-        speculative_types=_speculative_types(tree),
+        speculative_types=speculative_types,
+        none_ends_speculative_types=none_ends,
     )
     body = _body(source, r"common_params_context common_params_parser_init\(")
     arguments = [_argument(registration, named_sets) for registration in _registrations(body)]
@@ -366,10 +374,13 @@ def _reasoning_formats(tree: Path) -> list[str]:
     raise ExtractError("no function common_reasoning_format_from_name")
 
 
-def _speculative_types(tree: Path) -> list[str]:
+def _speculative_types(tree: Path) -> tuple[list[str], bool]:
+    """The kinds of speculative decoding, and whether the word ``none`` ends a list of them unread."""
     source = without_comments((tree / "common/speculative.cpp").read_text(encoding="utf-8"))
     table = re.search(r"common_speculative_type_from_name_map\s*=\s*\{(.*?)\};", source, re.DOTALL)
-    return _strings(table[1]) if table else []
+    many = re.search(r"common_speculative_types_from_names\([^;{]*\{", source)
+    body = source[many.end() : _enclosed(source, many.end() - 1)] if many else ""
+    return _strings(table[1]) if table else [], re.search(r"== COMMON_SPECULATIVE_TYPE_NONE\)\s*\{\s*return\b", body) is not None
 
 
 def architectures(tree: Path) -> list[str]:

@@ -141,6 +141,8 @@ class ParserFlag(Row):
     choices: tuple[str, ...] | None = None
     or_integer: bool = False
     separator: str | None = None
+    #: A choice after which the rest of a list is not read.
+    list_end: str | None = None
     minimum: int | None = None
     maximum: int | None = None
     excluded: int | None = None

@@ -302,6 +302,8 @@ def _value_problems(word: str, value: str, flag: ParserFlag, parser: LlamaCppPar
     swallowed = f"; `{word}` takes the next word for its value" if parser.flag(value) is not None else ""
     if flag.choices is not None:
         parts = value.split(flag.separator) if flag.separator else [value]
+        if flag.list_end in parts:
+            parts = parts[: parts.index(flag.list_end)]
         wrong = [part for part in parts if part not in flag.choices]
         if not wrong:
             return
