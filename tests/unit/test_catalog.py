@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import v100ctl.catalog
-from v100ctl.catalog import Catalog, CudaRow, PackageSource, load_catalog, version_key
+from v100ctl.catalog import CudaRow, PackageSource, load_catalog, version_key
 from v100ctl.catalog.hardware import KernelBuilds
 
 CATALOG = load_catalog()
@@ -497,33 +497,28 @@ def test_no_branch_is_installed_unheld() -> None:
                 assert not one.usable or one.pins or one.hold or one.kind == "dnf_module", (branch, release)
 
 
-def nearest_toolkit(catalog: Catalog, release: tuple[str, str]) -> list[str]:
-    """Toolkits for sm_70 that a release can have and that accept its libc."""
-    distribution = catalog.distribution(*release)
-    assert distribution is not None
-    return [
-        row.version
-        for row in catalog.cuda
-        if row.targets("7.0")
-        and any(one.usable and (one.glibc_patched or row.accepts_glibc(distribution.glibc)) for one in row.sources(*release))
-    ]
-
-
 @pytest.mark.parametrize(
     ("release", "toolkits"),
     [
         (("debian", "11"), ["11.8", "12.1", "12.6"]),
-        (("debian", "12"), ["11.8", "12.4", "12.9"]),
+        (("debian", "12"), ["11.8", "12.3", "12.4", "12.9"]),
         (("debian", "13"), ["12.4"]),
         (("ubuntu", "20.04"), ["11.8", "12.1", "12.9"]),
-        (("ubuntu", "22.04"), ["11.8", "12.1", "12.4", "12.9"]),
-        (("ubuntu", "24.04"), ["12.9"]),
+        (("ubuntu", "22.04"), ["11.8", "12.1", "12.4", "12.8", "12.9"]),
+        (("ubuntu", "24.04"), ["12.5", "12.9"]),
         (("rhel", "9"), ["11.8", "12.1", "12.9"]),
         (("rhel", "10"), []),
+        (("rocky", "9.4"), ["11.8", "12.1", "12.9"]),
+        (("gentoo", "2.17"), []),
     ],
 )
 def test_toolkits_that_a_release_can_have(release: tuple[str, str], toolkits: list[str]) -> None:
-    assert nearest_toolkit(CATALOG, release) == toolkits
+    assert [row.version for row, _ in CATALOG.toolkits_for(*release, "7.0")] == toolkits
+
+
+def test_debian_13s_toolkit_goes_with_550_but_not_with_535() -> None:
+    ((row, one),) = CATALOG.toolkits_for("debian", "13", "7.0")
+    assert (row.version, one.host_compiler, one.driver_min) == ("12.4", "g++-13", "550")
 
 
 @pytest.mark.parametrize("release", RELEASES, ids="/".join)

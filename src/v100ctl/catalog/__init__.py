@@ -197,6 +197,23 @@ class Catalog(Row):
         asked = version_key(version.replace("-", "."))[:2]
         return next((row for row in self.cuda if version_key(row.version) == asked), None)
 
+    def toolkits_for(self, distribution_id: str, version_id: str, capability: str) -> tuple[tuple[CudaRow, PackageSource], ...]:
+        """Toolkits that a release can have and that make machine code for ``capability`` (``7.0``) there, the oldest first.
+
+        Each comes with the best source whose headers compile with the release's libc. Nothing for a release without a row.
+        """
+        distribution = self.distribution(distribution_id, version_id)
+        if distribution is None:
+            return ()
+        pairs = (
+            (row, next((one for one in row.sources(distribution.id, distribution.version_id) if one.usable), None))
+            for row in self.cuda
+            if row.targets(capability)
+        )
+        return tuple(
+            (row, one) for row, one in pairs if one is not None and (one.glibc_patched or row.accepts_glibc(distribution.glibc))
+        )
+
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -103,6 +103,7 @@ class PackageSource(Row):
         hold: Patterns for the package manager's own hold (``apt-mark hold``, ``dnf versionlock``), where no pin package exists.
         version: The version seen there, ``None`` where no source gives one.
         host_compiler: The compiler package that a toolkit needs beside it, ``None`` where the default one will do.
+        driver_min: The oldest driver branch that a toolkit's packages allow beside them, ``None`` where they ask for none.
         glibc_patched: Do this source's headers compile with a glibc beyond the toolkit's own bound?
         installs: The branch that a ``transitional`` package really brings.
         reason: Why not, for ``none`` and ``transitional``; what to know first, for others.
@@ -115,6 +116,7 @@ class PackageSource(Row):
     hold: tuple[str, ...] = ()
     version: str | None = None
     host_compiler: str | None = None
+    driver_min: str | None = None
     glibc_patched: bool = False
     installs: str | None = None
     reason: str | None = None
