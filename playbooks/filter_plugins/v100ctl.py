@@ -83,23 +83,55 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def probe_request(hostvars: Mapping[str, Any]) -> dict[str, Any]:
     """What the probe shall look at on a host, from the host's variables."""
-    planning = _module("v100ctl.plan")
-    variables = planning.ansible_variables(_PlainMapping(hostvars))
-    config = _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables)
-    result: dict[str, Any] = planning.probe_request(config).model_dump(mode="json")
+    result: dict[str, Any] = _module("v100ctl.plan").probe_request(_config(hostvars)).model_dump(mode="json")
     return result
 
 
-def make_plan(hostvars: Mapping[str, Any], facts: Mapping[str, Any], as_of: str | None = None) -> dict[str, Any]:
+def _config(hostvars: Mapping[str, Any]) -> Any:
+    variables = _module("v100ctl.plan").ansible_variables(_PlainMapping(hostvars))
+    return _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables)
+
+
+def models_on_host(hostvars: Mapping[str, Any]) -> list[str]:
+    """The models that the inventory says are on the host already, by path."""
+    planning = _module("v100ctl.plan")
+    config = _config(hostvars)
+    specs = [model for spec in planning.present_instances(config).values() for model in planning.model_specs(spec)]
+    return sorted({str(model.path) for model in specs if model.path is not None})
+
+
+def header_script(_: str) -> str:
+    """The script that reads model headers on a host."""
+    text: bytes = _module("v100ctl.models.host").script()
+    return text.decode("ascii")
+
+
+def headers(hostvars: Mapping[str, Any], answer: str) -> dict[str, Any]:
+    """What is known of each model, by its path on the host: its header as plain data, or why there is none.
+
+    Args:
+        hostvars: The host's variables.
+        answer: What the header script printed on the host; empty where it was not run.
+    """
+    found: dict[str, Any] = _module("v100ctl.examine").headers_for_playbook(_config(hostvars), answer)
+    return found
+
+
+def make_plan(
+    hostvars: Mapping[str, Any], facts: Mapping[str, Any], as_of: str | None = None, headers: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The decided values for the roles.
 
     Args:
         hostvars: The host's variables.
         facts: What the probe returned.
         as_of: The day the plan is made for, ``YYYY-MM-DD``; today where it is not given.
+        headers: What :func:`headers` returned.
     """
     day = datetime.date.fromisoformat(str(as_of)) if as_of else datetime.date.today()
-    result: dict[str, Any] = _module("v100ctl.plan").from_ansible(_PlainMapping(hostvars), _plain(facts), day)
+    result: dict[str, Any] = _module("v100ctl.plan").from_ansible(
+        _PlainMapping(hostvars), _plain(facts), day, headers=_plain(headers or {})
+    )
     return result
 
 
@@ -132,7 +164,10 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         """The filters by name."""
         return {
+            "v100ctl_header_script": _explained(header_script),
+            "v100ctl_headers": _explained(headers),
             "v100ctl_judge": _explained(judge),
+            "v100ctl_models_on_host": _explained(models_on_host),
             "v100ctl_package_file": _explained(package_file),
             "v100ctl_plan": _explained(make_plan),
             "v100ctl_probe_request": _explained(probe_request),

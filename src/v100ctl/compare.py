@@ -45,6 +45,8 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
     """Every difference between what is planned and what the probe found, in the order in which roles would mend them."""
     applied = facts.host_json.document or {}
     return (
+        *_driver(plan, facts),
+        *_cuda(plan),
         *_packages(plan, facts, applied),
         *_accounts(plan, facts, applied),
         *_releases(plan, facts, applied),
@@ -63,6 +65,43 @@ def _named(applied: Mapping[str, Any], key: str, field: str) -> set[str]:
     if not isinstance(entries, list):
         return set()
     return {str(entry[field]) for entry in entries if isinstance(entry, Mapping) and field in entry}
+
+
+def _driver(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+    driver = plan.driver
+    if driver is None or driver.action == "keep":
+        return
+    found = facts.nvidia.module_version or facts.nvidia.on_disk_module_version
+    flavour = facts.nvidia.module_flavour or facts.nvidia.on_disk_module_flavour
+    yield Finding(
+        f"driver.{'wrong' if found else 'missing'}",
+        "pending",
+        "driver",
+        "nvidia_driver",
+        f"driver {driver.version or driver.branch}, proprietary modules" + (f", from {driver.source}" if driver.source else ""),
+        f"{found}, {flavour or 'unknown'} modules" if found else "none",
+        "error",
+        _PROVISION,
+        restarts=tuple(item.name for item in plan.instances if item.gpus),
+    )
+
+
+def _cuda(plan: HostPlan) -> Iterator[Finding]:
+    cuda = plan.cuda
+    # A host that has its engine already compiles nothing.
+    if cuda is not None and cuda.action == "install":
+        yield Finding(
+            f"cuda.missing:{cuda.version}",
+            "pending",
+            "package",
+            "cuda_toolkit",
+            f"CUDA {cuda.version}"
+            + (f" with {cuda.host_compiler}" if cuda.host_compiler else "")
+            + (f", from {cuda.source}" if cuda.source else ""),
+            "none",
+            "error",
+            _PROVISION,
+        )
 
 
 def _packages(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from typing import Any
 
 from v100ctl.access import Access
 from v100ctl.compare import Finding, compare
 from v100ctl.errors import V100ctlError
 from v100ctl.facts import Facts, ProbeRequest
-from v100ctl.fleet import FleetHost
-from v100ctl.plan import HostPlan, plan, probe_request
+from v100ctl.fleet import FleetHost, HostConfig
+from v100ctl.models import collect
+from v100ctl.models.collect import HeaderRequest, collect_headers
+from v100ctl.models.host import read_answer
+from v100ctl.models.types import ModelHeader
+from v100ctl.plan import Headers, HostPlan, plan, present_instances, probe_request
+from v100ctl.plan.models import model_path, model_specs
 from v100ctl.probe import Connection, probe_hosts
 
 #: Called as each host answers, from the thread that asked it.
@@ -68,16 +74,77 @@ def examine(
         items[host.name] = (connection, probe_request(host.config, deep=deep))
 
     found = probe_hosts(items, forks=access.forks, timeout_s=access.timeout_s, on_done=on_done)
+    reached = [by_name[name] for name, outcome in found.items() if not isinstance(outcome, V100ctlError)]
+    headers = read_headers(reached, {name: connection for name, (connection, _) in items.items()}, access)
     for name, outcome in found.items():
         host, connection = by_name[name], items[name][0]
         if isinstance(outcome, V100ctlError):
             results[name] = Examined(host, connection, error=outcome)
         else:
-            results[name] = decide(host, connection, outcome, as_of=as_of)
+            results[name] = decide(host, connection, outcome, headers=headers[name], as_of=as_of)
     return {host.name: results[host.name] for host in hosts}
 
 
-def decide(host: FleetHost, connection: Connection | None, facts: Facts, *, as_of: date) -> Examined:
-    """Plan and compare one host whose facts are known."""
-    decided = plan(host.name, host.config, facts, as_of=as_of)
+def read_headers(
+    hosts: Sequence[FleetHost], connections: Mapping[str, Connection], access: Access
+) -> dict[str, dict[str, ModelHeader | str]]:
+    """What is known of every model of every host, by host and by the model's path there: its header, or why there is none.
+
+    A host without a connection is not asked; what lies here or answers by HTTP is read all the same.
+    """
+    return _by_host(hosts, collect_headers(_header_requests(hosts, connections), access))
+
+
+def known_headers(hosts: Sequence[FleetHost]) -> dict[str, dict[str, ModelHeader | str]]:
+    """Like :func:`read_headers`, asking nobody: from files of this machine and what was read from elsewhere before."""
+    return _by_host(hosts, collect.known_headers(_header_requests(hosts, {})))
+
+
+def headers_for_playbook(config: HostConfig, answer: str) -> dict[str, Any]:
+    """What a playbook knows of its host's models, as plain data, by path.
+
+    Args:
+        config: The host's configuration.
+        answer: What the header script printed on the host; empty where it was not run.
+    """
+    requests = [
+        HeaderRequest(None, None, model, model_path(model))
+        for spec in present_instances(config).values()
+        for model in model_specs(spec)
+    ]
+    on_host: dict[str, ModelHeader | V100ctlError] = {}
+    if answer:
+        on_host = read_answer(answer, [request.path for request in requests if request.spec and request.spec.path])
+    elsewhere = [request for request in requests if request.path not in on_host]
+    outcomes = {request.path: outcome for request, outcome in collect_headers(elsewhere, Access()).items()} | on_host
+    return {
+        path: outcome.model_dump(mode="json") if isinstance(outcome, ModelHeader) else outcome.message
+        for path, outcome in outcomes.items()
+    }
+
+
+def _header_requests(hosts: Sequence[FleetHost], connections: Mapping[str, Connection]) -> list[HeaderRequest]:
+    return [
+        HeaderRequest(host.name, connections.get(host.name), model, model_path(model))
+        for host in hosts
+        for spec in present_instances(host.config).values()
+        for model in model_specs(spec)
+    ]
+
+
+def _by_host(
+    hosts: Sequence[FleetHost], outcomes: Mapping[HeaderRequest, ModelHeader | V100ctlError]
+) -> dict[str, dict[str, ModelHeader | str]]:
+    known: dict[str, dict[str, ModelHeader | str]] = {host.name: {} for host in hosts}
+    for request, outcome in outcomes.items():
+        if request.host is not None:
+            known[request.host][request.path] = outcome if isinstance(outcome, ModelHeader) else outcome.message
+    return known
+
+
+def decide(
+    host: FleetHost, connection: Connection | None, facts: Facts, *, headers: Headers | None = None, as_of: date
+) -> Examined:
+    """Plan and compare one host whose facts are known. ``headers``: what is known of its models, by path on the host."""
+    decided = plan(host.name, host.config, facts, headers=headers, as_of=as_of)
     return Examined(host, connection, facts, decided, compare(decided, facts))

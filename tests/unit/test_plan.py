@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from v100ctl.fleet import parse_config
 from v100ctl.plan import from_ansible, plan, probe_request
 from v100ctl.plan.render import MANAGED_HEADER
 
 from .factory import AS_OF, BARE_FACTS, MODEL, applied_facts, make_config, make_facts, make_plan, merge
-
-CASES: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "plan_cases.yml").read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
-def test_verdict(case: dict[str, Any]) -> None:
-    config = make_config(case.get("instance"), **case.get("variables", {}))
-    changes = case.get("facts", {})
-    facts = applied_facts(make_plan(config=config), **changes) if case.get("applied") else make_facts(**changes)
-    decided = plan("h1", config, facts, as_of=AS_OF)
-    found = {rule.id: rule.severity for rule in decided.rules}
-    expected = case.get("rules", {})
-    assert {name: found.get(name) for name in expected} == expected
-    unexpected = {name for name, severity in found.items() if severity != "info" and name not in expected}
-    assert not unexpected, decided.rules
-    assert decided.verdict == case["verdict"]
-    if "reason" in case:
-        assert any(case["reason"] in f"{rule.reason} {rule.nearest}" for rule in decided.rules if rule.id in expected)
-    for rule in decided.rules:
-        if rule.severity == "refuse":
-            assert rule.nearest, f"{rule.id} refuses without saying what would work"
-
-
-def test_every_rule_that_refuses_or_warns_has_a_case_on_each_side() -> None:
-    folder = Path(__file__).parents[2] / "src/v100ctl/plan"
-    source = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py")))
-    import re
-
-    ids = set(re.findall(r'Rule\(\s*"([a-z0-9-]+)"', source))
-    spoken = {name for case in CASES for name in case.get("rules", {})}
-    # These have tests of their own below.
-    elsewhere = {"port-twice", "model-two-hashes", "setting-unspelled"}
-    assert ids - spoken - elsewhere == set()
 
 
 def test_two_instances_on_one_port_are_refused() -> None:
@@ -70,7 +35,7 @@ def test_one_file_with_two_hashes_is_refused() -> None:
         models = {"a": {"path": "/srv/x", "sha256": "ab" * 32}, "b": {"path": "/srv/x", "sha256": second}}
         both = {name: {"model": model, "port": 8000 + number} for number, (name, model) in enumerate(models.items())}
         config = parse_config("h1", {"llama_cpp_backend": "cpu", "llm_server_instances": both})
-        return {rule.id for rule in make_plan(config=config).rules}
+        return {rule.id for rule in make_plan(config=config).rules if rule.severity != "info"}
 
     assert "model-two-hashes" in rules_of("cd" * 32)
     assert rules_of("ab" * 32) == set()
@@ -260,7 +225,7 @@ def test_a_setting_without_a_spelling_is_refused() -> None:
     # Build 10121 has one word for mlock, and that memory-maps as well.
     config = make_config({"settings": {"load_mode": "mlock"}}, llama_cpp_build=10121)
     decided = plan("h1", config, make_facts(), as_of=AS_OF)
-    assert {rule.id for rule in decided.rules} == {"setting-unspelled"}
+    assert {rule.id for rule in decided.rules if rule.severity != "info"} == {"setting-unspelled"}
     assert decided.verdict == "refused"
     for build in (9851, 11053, 11434):
         config = make_config({"settings": {"load_mode": "mlock"}}, llama_cpp_build=build)

@@ -13,7 +13,11 @@ from v100ctl.cli.options import HostOptions, format_option, host_options, output
 from v100ctl.errors import UsageError, V100ctlError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from v100ctl.facts import Facts
+    from v100ctl.fleet import Fleet, FleetHost
+    from v100ctl.models.types import ModelHeader
 
 
 @click.command("plan", short_help="Show what would change on which host and why; touch nothing.")
@@ -22,8 +26,15 @@ if TYPE_CHECKING:
 @click.option(
     "--facts",
     "facts_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A probe's document (JSON) to plan from, for one host.",
+    type=click.Path(exists=True, path_type=Path),
+    help="A probe's document (JSON) to plan from, for one host; or a folder with one HOST.json a host.",
+)
+@click.option(
+    "--model-header",
+    "model_headers",
+    multiple=True,
+    metavar="[INSTANCE=]PATH",
+    help="Where the model (a GGUF file or a model folder) lies on this machine, for a header that --offline cannot read.",
 )
 @click.option(
     "--explain-command",
@@ -46,6 +57,7 @@ def command(
     hosts: HostOptions,
     offline: bool,
     facts_file: Path | None,
+    model_headers: tuple[str, ...],
     explained: str | None,
     engine_versions: tuple[str, ...],
     gpu: str | None,
@@ -60,7 +72,7 @@ def command(
     With --explain-command, 0: every flag means what it says. 2: some are ignored, renamed or unwise. 1: some are refused by that
     version's parser or cannot work on that card.
     """
-    from v100ctl.cli.show import changes_table, console, print_host, print_rules
+    from v100ctl.cli.show import console, print_changes, print_host, print_instances, print_rules
     from v100ctl.examine import decide, examine
     from v100ctl.plan.report import exit_code, host_document, plan_document
 
@@ -83,11 +95,14 @@ def command(
         raise click.UsageError("--offline and --facts FILE belong together")
     fleet = hosts.fleet()
     as_of = today()
+    if model_headers and facts_file is None:
+        raise click.UsageError("--model-header belongs to --offline: otherwise the header is read from where the model lies")
     if facts_file is not None:
-        if len(fleet.hosts) != 1:
-            raise click.UsageError(f"--facts is for one host, the inventory has {len(fleet.hosts)}: choose one with --limit")
-        (host,) = fleet.hosts.values()
-        examined = {host.name: decide(host, None, _read_facts(facts_file), as_of=as_of)}
+        known = _offline_headers(fleet, model_headers)
+        examined = {
+            host.name: decide(host, None, facts, headers=known[host.name], as_of=as_of)
+            for host, facts in _offline_facts(fleet, facts_file)
+        }
     else:
         access = hosts.access()
         examined = examine(list(fleet.hosts.values()), access, as_of=as_of)
@@ -101,12 +116,59 @@ def command(
             described: dict[str, Any] = host_document(state)
             print_host(out, state, described["verdict"])
             print_rules(out, state)
-            if described["changes"]:
-                out.print(changes_table(described["changes"]))
+            print_instances(out, state)
+            if state.changes:
+                print_changes(out, state)
             elif state.error is None:
                 out.print("  nothing would change")
     write_table(captured.get(), output)
     return exit_code(document)
+
+
+def _offline_facts(fleet: Fleet, path: Path) -> Iterator[tuple[FleetHost, Facts]]:
+    """Each host with its facts, from one file for one host or from a folder with one file a host."""
+    if path.is_dir():
+        missing = [name for name in fleet.hosts if not (path / f"{name}.json").is_file()]
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise UsageError(
+                f"--facts: {path} has no {', '.join(f'{name}.json' for name in missing[:3])}{more}",
+                hint="name the hosts that it has with --limit",
+            )
+        for name, host in fleet.hosts.items():
+            yield host, _read_facts(path / f"{name}.json")
+        return
+    if len(fleet.hosts) != 1:
+        raise click.UsageError(
+            f"--facts FILE is for one host, the inventory has {len(fleet.hosts)}: choose one with --limit, or name a folder"
+        )
+    (host,) = fleet.hosts.values()
+    yield host, _read_facts(path)
+
+
+def _offline_headers(fleet: Fleet, given: tuple[str, ...]) -> dict[str, dict[str, ModelHeader | str]]:
+    """What is known of the models without asking anybody: what was named, else what lies here or was read before."""
+    from v100ctl.examine import known_headers
+    from v100ctl.models.local import read_local
+    from v100ctl.plan import model_path, present_instances
+
+    by_instance: dict[str | None, ModelHeader] = {}
+    for item in given:
+        name, separator, path = item.rpartition("=")
+        by_instance[name if separator else None] = read_local(Path(path).expanduser())
+    instances = {name for host in fleet.hosts.values() for name in present_instances(host.config)}
+    for unknown in sorted(name for name in by_instance if name is not None and name not in instances):
+        raise UsageError(
+            f"--model-header: there is no instance `{unknown}`",
+            hint=f"the instances are {', '.join(sorted(instances)) or 'none'}",
+        )
+    known = known_headers(list(fleet.hosts.values()))
+    for host in fleet.hosts.values():
+        for name, spec in present_instances(host.config).items():
+            header = by_instance.get(name, by_instance.get(None))
+            if header is not None:
+                known[host.name][model_path(spec.model)] = header
+    return known
 
 
 def _read_facts(path: Path) -> Facts:

@@ -189,15 +189,14 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
     """One block a host on stdout."""
     from rich.text import Text
 
-    from v100ctl.cli.show import changes_table, console, shorten
-    from v100ctl.plan.report import host_document
+    from v100ctl.cli.show import console, print_changes, shorten
 
     out = console(no_color=no_color)
     with out.capture() as captured:
         for name, host in result.hosts.items():
             out.print(Text.assemble((name, "bold"), f"  {host.status}"))
             if host.status == "would-change":
-                out.print(changes_table(host_document(host.examined)["changes"]))
+                print_changes(out, host.examined)
             for instance, proof in host.proofs.items():
                 speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
                 out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))

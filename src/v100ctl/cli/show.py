@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,8 @@ from rich.text import Text
 from v100ctl.apply.reporter import clean, clean_line
 from v100ctl.compare import Finding
 from v100ctl.examine import Examined
-from v100ctl.plan.types import describe
+from v100ctl.plan.rules.text import gib
+from v100ctl.plan.types import GpuBudget
 
 _SEVERITY_STYLE = {"refuse": "bold red", "warn": "yellow", "info": "dim", "error": "red", "critical": "bold red"}
 _WIDE_ENOUGH = 120
@@ -60,20 +61,102 @@ def findings_table(findings: Iterable[Finding]) -> Table:
     return table
 
 
-def changes_table(changes: Iterable[Mapping[str, Any]]) -> Table:
-    """What a plan would change on one host."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("role", "what", "from", "to", "restarts"):
-        table.add_column(title, overflow="fold")
-    for change in changes:
-        table.add_row(
-            str(change["role"]),
-            Text(clean_line(str(change["what"]))),
-            Text(shorten(str(change["from"]), 50)),
-            Text(shorten(str(change["to"]), 50)),
-            ", ".join(change["restarts"]) or "-",
-        )
-    return table
+#: Diff lines of one change that are shown; a new file of hundreds of lines would hide everything else.
+_DIFF_LINES = 60
+
+
+def print_changes(out: Console, state: Examined) -> None:
+    """What a plan would change on one host: grouped by role, in the order in which roles run, as a diff."""
+    role = None
+    for finding in state.changes:
+        if finding.role != role:
+            role = finding.role
+            out.print(Text(f"  {role}", style="bold"))
+        symbol, style = _SYMBOLS.get(finding.id.split(":", 1)[0].rsplit(".", 1)[-1], ("~", "yellow"))
+        line = Text.assemble((f"    {symbol} ", style), clean_line(finding.id))
+        if "\n" not in finding.expected and "\n" not in finding.actual:
+            line.append(f": {shorten(finding.actual)} -> {shorten(finding.expected)}")
+        restarted = [name for name in finding.restarts if name in state.restarts]
+        if restarted:
+            line.append(f"  (restarts {', '.join(restarted)})", style="magenta")
+        out.print(line)
+        if "\n" in finding.expected or "\n" in finding.actual:
+            _print_diff(out, finding.actual, finding.expected)
+
+
+#: The last word of a finding's kind -> how a diff marks it.
+_SYMBOLS = {"missing": ("+", "green"), "unwanted": ("-", "red")}
+
+
+def _print_diff(out: Console, before: str, after: str) -> None:
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:]
+    for line in lines[:_DIFF_LINES]:
+        style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
+        out.print(Text(f"        {clean_line(line)}", style=style))
+    if len(lines) > _DIFF_LINES:
+        out.print(Text(f"        ... {len(lines) - _DIFF_LINES} more lines; `v100ctl render` prints the whole file", style="dim"))
+
+
+#: What fills a card, in the order of the bar: label, character, style. Told apart without colours too.
+_BAR: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("weights", "#", "blue", ("weights_bytes",)),
+    ("KV", "=", "cyan", ("kv_bytes", "state_bytes")),
+    ("compute", "+", "magenta", ("compute_bytes", "output_bytes")),
+    ("context", "o", "yellow", ("context_bytes",)),
+    ("free", ".", "green", ("free_bytes",)),
+    ("reserved", "r", "dim", ("reserve_bytes",)),
+)
+_BAR_CELLS = 40
+
+
+def bar(budget: GpuBudget) -> Text:
+    """A card's memory as a bar of a fixed number of cells; the last cells are a ``!`` each where it does not fit."""
+    total = max(budget.total_bytes, 1)
+    text = Text("[")
+    drawn = 0
+    filled_bytes = 0
+    for _, character, style, names in _BAR:
+        filled_bytes += max(sum(int(getattr(budget, name)) for name in names), 0)
+        # Rounded at the borders, so that the cells always add up.
+        upto = min(round(filled_bytes / total * _BAR_CELLS), _BAR_CELLS)
+        text.append(character * (upto - drawn), style=style)
+        drawn = max(drawn, upto)
+    text.append("." * (_BAR_CELLS - drawn), style="green")
+    text.append("]")
+    if budget.free_bytes < 0:
+        text.append(f" {gib(-budget.free_bytes)} too much", style="bold red")
+    return text
+
+
+def print_instances(out: Console, state: Examined) -> None:
+    """For each instance on cards: a bar of each card's memory, the largest context, and the ceiling of its speed."""
+    if state.plan is None:
+        return
+    cards = {gpu.uuid or gpu.pci_address: gpu for gpu in state.facts.gpus} if state.facts else {}
+    for instance in state.plan.instances:
+        if not instance.budgets:
+            continue
+        out.print(Text.assemble("  ", (instance.name, "bold"), f" ({instance.engine})"))
+        for key, budget in instance.budgets.items():
+            gpu = cards.get(key)
+            label = f"card {gpu.index if gpu and gpu.index is not None else key} {gpu.name if gpu else ''}".rstrip()
+            out.print(Text.assemble("    ", bar(budget), f" {clean_line(label)}"))
+            parts = ", ".join(
+                f"{label} {gib(size_bytes)}"
+                for label, _, _, names in _BAR
+                if (size_bytes := sum(int(getattr(budget, name)) for name in names)) > 0
+            )
+            out.print(Text(f"      peak {gib(budget.peak_bytes)} of {gib(budget.total_bytes)}: {parts}"))
+        asked = f"context {instance.context_length} tokens a request, {instance.parallel} at once"
+        largest = instance.largest_context_length
+        out.print(Text(f"      {asked}" + (f"; the largest that fits is {largest}" if largest is not None else "")))
+        if instance.decode_ceiling_tps:
+            out.print(
+                Text(
+                    f"      memory bandwidth allows one stream at most {instance.decode_ceiling_tps:.0f} tokens/s; "
+                    "good servers reach 55 to 70% of it"
+                )
+            )
 
 
 def print_rules(out: Console, state: Examined) -> None:
@@ -82,7 +165,15 @@ def print_rules(out: Console, state: Examined) -> None:
         return
     order = {"refuse": 0, "warn": 1, "info": 2}
     for rule in sorted(state.plan.rules, key=lambda rule: order[rule.severity]):
-        out.print(Text(f"  {rule.severity}: {clean(describe(rule))}", style=_SEVERITY_STYLE[rule.severity]))
+        nearest = f"\n    nearest that works: {clean(rule.nearest)}" if rule.nearest else ""
+        where = f"{clean_line(rule.instance)}: " if rule.instance else ""
+        out.print(
+            Text.assemble(
+                (f"  {rule.severity}: ", _SEVERITY_STYLE[rule.severity]), f"{where}{clean(rule.reason)} [{rule.id}]{nearest}"
+            )
+        )
+    for reason in state.plan.unavailable:
+        out.print(Text(f"  note: {clean(reason)}", style="yellow"))
 
 
 def settings_table(state: Examined) -> Table:
@@ -98,6 +189,6 @@ def settings_table(state: Examined) -> Table:
     for instance in state.plan.instances:
         table.add_row("instance", f"{instance.name}: {instance.unit}, {instance.listen}:{instance.port}")
         table.add_row("model", Text(instance.model_path))
-        table.add_row("context", f"{instance.max_context_length} tokens a request, {instance.parallel} at once")
+        table.add_row("context", f"{instance.context_length} tokens a request, {instance.parallel} at once")
         table.add_row("command", Text(shlex.join(instance.argv)))
     return table

@@ -120,6 +120,45 @@ def collect_headers(
     return {request: found[_identity(request)] for request in requests}
 
 
+def known_headers(
+    requests: Sequence[HeaderRequest], *, cache: Path | None = None, models: Cache | None = None
+) -> dict[HeaderRequest, Outcome]:
+    """The headers of models without a host or the network: read before, from a file of this machine, or fetched already.
+
+    Models that the inventory gives the same sha256 are taken for the same, so that a fleet's one model is loaded once.
+    """
+    store = HeaderCache(cache or cache_dir() / "headers")
+    fetched = models or Cache()
+    by_sha256: dict[str, Outcome] = {}
+    found: dict[HeaderRequest, Outcome] = {}
+    for request in requests:
+        known = by_sha256.get(request.spec.sha256) if request.spec is not None else None
+        if known is None:
+            known = _known_header(request, store, fetched)
+            if request.spec is not None and isinstance(known, ModelHeader):
+                by_sha256[request.spec.sha256] = known
+        found[request] = known
+    return found
+
+
+def _known_header(request: HeaderRequest, store: HeaderCache, fetched: Cache) -> Outcome:
+    if request.spec is not None:
+        kept = store.get(request.spec.sha256, _identity(request))
+        if kept is not None:
+            return kept
+        local = request.spec.from_controller
+        copy = Path(local) if local is not None else fetched.model_path(request.spec.sha256)
+        if local is not None or copy.is_file():
+            try:
+                return read_local(copy)
+            except ModelHeaderError as error:
+                return error
+    return ModelHeaderUnknown(
+        f"`{printable(request.path)}` is not on this machine, and its header was not read before",
+        hint="run it without `--offline` once, or give the file with `--model-header`",
+    )
+
+
 def _identity(request: HeaderRequest) -> str:
     """Where a model's bytes come from, beside its sha256. The inventory's sha256 alone is a claim."""
     spec = request.spec

@@ -64,7 +64,15 @@ def read_from_host(
     limit_s = max(1.0, min(host_script.DEFAULT_LIMIT_S, 0.8 * timeout_s / len(wanted)))
     request = shell_safe_json({"paths": wanted, "limit_s": limit_s})
     answer = run_python(session, script(), request, what="the model header reader", timeout_s=timeout_s)
-    host = session.connection.host
+    return read_answer(answer, wanted, host=session.connection.host)
+
+
+def read_answer(answer: str | bytes, paths: Sequence[str], *, host: str = "the host") -> dict[str, ModelHeader | V100ctlError]:
+    """What :func:`script` printed on a host, by path.
+
+    Raises:
+        ProbeError: it is no such document.
+    """
     try:
         document = json.loads(answer)
         headers = document["headers"] if document["schema"] == host_script.SCHEMA else None
@@ -75,7 +83,7 @@ def read_from_host(
             f"{host}: the model header reader did not return a usable document: {printable(answer)}",
             hint="something on the host may print into every login (`~/.bashrc`), or is not what it says it is",
         )
-    return {path: _outcome(host, path, headers.get(path)) for path in wanted}
+    return {path: _outcome(host, path, headers.get(path)) for path in paths}
 
 
 def _outcome(host: str, path: str, answer: Any) -> ModelHeader | V100ctlError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pydantic import ValidationError
 
@@ -47,7 +47,7 @@ class SizedCard(Protocol):
 class ProfileError(V100ctlError):
     """A profile cannot be applied to an instance. ``rule_id`` is the rule that says so; the hint is the nearest that works."""
 
-    rule_id = "profile-unusable"
+    rule_id: ClassVar[str]
 
 
 class UnknownProfileError(ProfileError):

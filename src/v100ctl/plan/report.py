@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError
+from v100ctl.plan.types import GpuBudget, plain_data
 
 if TYPE_CHECKING:
     from v100ctl.examine import Examined
 
 PLAN_SCHEMA = "v100ctl/plan/1"
+
+
+def budget_document(budget: GpuBudget) -> dict[str, int]:
+    """What an instance takes of one card, in bytes, with the sums."""
+    return {**dataclasses.asdict(budget), "peak_bytes": budget.peak_bytes, "free_bytes": budget.free_bytes}
 
 
 def host_document(state: Examined) -> dict[str, Any]:
@@ -24,6 +31,9 @@ def host_document(state: Examined) -> dict[str, Any]:
             "rules": [],
             "instances": {},
             "changes": [],
+            "driver": None,
+            "cuda": None,
+            "unavailable": [],
             "error": state.error.message if state.error else "no facts",
         }
     units = {file.instance: file.content for file in plan.files if file.instance}
@@ -37,13 +47,17 @@ def host_document(state: Examined) -> dict[str, Any]:
             instance.name: {
                 "argv": list(instance.argv),
                 "unit": units.get(instance.name, ""),
-                # Engines on the CPU hold no card; the ceiling belongs to a card's bandwidth.
-                "gpus": {},
-                "max_context_length": instance.max_context_length,
-                "decode_ceiling_tps": None,
+                "gpus": {key: budget_document(budget) for key, budget in instance.budgets.items()},
+                "context_length": instance.context_length,
+                "parallel": instance.parallel,
+                "max_context_length": instance.largest_context_length,
+                "decode_ceiling_tps": None if instance.decode_ceiling_tps is None else round(instance.decode_ceiling_tps, 1),
             }
             for instance in plan.instances
         },
+        "driver": None if plan.driver is None else plain_data(plan.driver),
+        "cuda": None if plan.cuda is None else plain_data(plan.cuda),
+        "unavailable": list(plan.unavailable),
         "changes": [
             {
                 "role": finding.role,

@@ -119,8 +119,39 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class DriverDecision:
+    """The NVIDIA driver that a host shall have.
+
+    ``version`` is the exact one where it is known (kept or pinned), else empty. ``source`` says in words where its packages come
+    from.
+    """
+
+    branch: str
+    version: str
+    action: Literal["keep", "install", "replace"]
+    source: str
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CudaDecision:
+    """The CUDA toolkit that compiles on a host, the compiler beside it, and what machine code it shall make."""
+
+    version: str
+    action: Literal["keep", "install"]
+    source: str
+    host_compiler: str
+    packages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Instance:
-    """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment."""
+    """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
+
+    ``gpus`` are the keys of its cards (UUIDs, once a driver tells them), ``budgets`` what it takes of each. What could not be
+    computed is ``None``: ``largest_context_length`` (tokens per request that still fit) and ``decode_ceiling_tps`` (tokens per
+    second that the cards' memory bandwidth allows one stream).
+    """
 
     name: str
     unit: str
@@ -136,8 +167,12 @@ class Instance:
     health_url: str
     completion_url: str
     start_timeout_s: int
-    max_context_length: int
+    context_length: int
     parallel: int
+    gpus: tuple[str, ...] = ()
+    budgets: Mapping[str, GpuBudget] = field(default_factory=dict)
+    largest_context_length: int | None = None
+    decode_ceiling_tps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +180,7 @@ class HostPlan:
     """Everything that is decided for one host.
 
     A refused plan holds its rules and whatever was decided before; :attr:`verdict` says that none of it may be applied.
+    ``unavailable`` names what is planned soundly, but has no role in this version that would carry it out.
     """
 
     host: str
@@ -159,6 +195,9 @@ class HostPlan:
     units: tuple[Unit, ...] = ()
     instances: tuple[Instance, ...] = ()
     host_json: ManagedFile | None = field(default=None)
+    driver: DriverDecision | None = None
+    cuda: CudaDecision | None = None
+    unavailable: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -174,8 +213,9 @@ class HostPlan:
     def to_role_variables(self) -> dict[str, Any]:
         """The plan as the plain data that playbooks pass to the roles (``v100ctl_plan``)."""
         document: dict[str, Any] = plain_data(self)
-        document["verdict"] = self.verdict
-        document["refusals"] = [describe(rule) for rule in self.rules if rule.severity == "refuse"]
+        # For a playbook there is no difference between what cannot work and what no role can do.
+        document["verdict"] = "refused" if self.unavailable else self.verdict
+        document["refusals"] = [describe(rule) for rule in self.rules if rule.severity == "refuse"] + list(self.unavailable)
         document["warnings"] = [describe(rule) for rule in self.rules if rule.severity == "warn"]
         return document
 

@@ -15,18 +15,15 @@ _X86_LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
 def engine_rules(config: HostConfig, facts: Facts, row: LlamaCppBuild | None, catalog: Catalog) -> Iterator[Rule]:
     """Rules about building and running the engine on this host."""
     if row is None:
-        known = ", ".join(str(item.build) for item in catalog.llama_cpp)
+        known = sorted(item.build for item in catalog.llama_cpp)
+        near = min(known, key=lambda build: abs(build - config.llama_cpp_build))
         yield Rule(
-            "llama-cpp-build-unknown", "refuse", f"llama.cpp {config.llama_cpp_build} has no row in the catalog", f"build {known}"
+            "llama-cpp-build-unknown",
+            "refuse",
+            f"llama.cpp {config.llama_cpp_build} has no row in the catalog of {catalog.as_of}",
+            f"build {near}; known are {', '.join(map(str, known))}",
         )
         return
-    if config.llama_cpp_backend == "cuda":
-        yield Rule(
-            "cuda-backend-unavailable",
-            "refuse",
-            "this version has no roles for the NVIDIA driver and CUDA yet, so the cuda backend cannot be built or served",
-            "`llama_cpp_backend: cpu`",
-        )
     level = facts.cpu.level
     if config.llama_cpp_backend == "cpu" and level in _X86_LEVELS and _X86_LEVELS.index(level) < _X86_LEVELS.index(row.cpu_level):
         yield Rule(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild
 from v100ctl.facts import Facts
-from v100ctl.plan.rules._text import gib
+from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Model, Release, Rule
 
 #: Space for packages, logs and files made aside, beyond what is counted.

@@ -5,31 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-from v100ctl.catalog import LlamaCppBuild
+from v100ctl.catalog import Catalog, LlamaCppBuild
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
-from v100ctl.plan.rules._text import gib
+from v100ctl.plan import llama_cpp
+from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Model, Rule
 
 _UNAUTHENTICATED_HINT = "`listen: 127.0.0.1`, or `llm_server_allow_unauthenticated: true` on a network where everyone may use it"
 
 
-def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: LlamaCppBuild | None) -> Iterator[Rule]:
+def instance_rules(
+    name: str, spec: InstanceSpec, config: HostConfig, row: LlamaCppBuild | None, catalog: Catalog
+) -> Iterator[Rule]:
     """Rules about one instance that need no host."""
-    if spec.engine != "llama_cpp":
+    if spec.engine == "external":
         yield Rule(
             "engine-unavailable",
             "refuse",
-            f"this version cannot install the engine {spec.engine}",
-            "`engine: llama_cpp`",
-            instance=name,
-        )
-    if spec.profile is not None:
-        yield Rule(
-            "profile-unknown",
-            "refuse",
-            f"the catalog has no profile `{spec.profile}`",
-            "write the profile's values into `settings`",
+            "this version cannot install an engine that you bring",
+            "`engine: llama_cpp`, or `engine: vllm`",
             instance=name,
         )
     loopback = spec.listen == "::1" or spec.listen.startswith("127.")
@@ -52,13 +47,32 @@ def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: Llama
     if spec.gpus and config.llama_cpp_backend == "cpu":
         yield Rule("gpus-without-cuda", "refuse", "`gpus` is given, but the backend is cpu", "`gpus: []`", instance=name)
     settings = spec.settings
+    if spec.engine != "llama_cpp" or row is None:
+        return
+    for setting, why in llama_cpp.meaningless_settings(settings).items():
+        yield Rule(
+            "setting-meaningless",
+            "refuse",
+            f"`{setting}` has no meaning for llama.cpp: {why}",
+            f"leave `{setting}` out",
+            instance=name,
+        )
     quantised_v = settings.kv_cache_type_v not in (None, "f32", "f16", "bf16")
-    if row is not None and row.quantised_v_needs_flash_attention and quantised_v and settings.flash_attention == "off":
+    if row.quantised_v_needs_flash_attention and quantised_v and settings.flash_attention == "off":
         yield Rule(
             "quantised-v-needs-flash-attention",
             "refuse",
             f"a {settings.kv_cache_type_v} V cache with flash attention off is refused by the engine at start",
             "`flash_attention: on`, or `kv_cache_type_v: f16`",
+            instance=name,
+        )
+    if settings.kv_unified and (settings.parallel or 1) > 1:
+        yield Rule(
+            "context-shared",
+            "info",
+            f"{settings.parallel} requests share one pool of {llama_cpp.context_per_request(settings)} tokens: "
+            "one may use all of it only while the others need little",
+            None,
             instance=name,
         )
     if settings.batch_size and settings.ubatch_size and settings.ubatch_size > settings.batch_size:
@@ -71,9 +85,9 @@ def instance_rules(name: str, spec: InstanceSpec, config: HostConfig, row: Llama
         )
 
 
-def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild) -> Iterator[Rule]:
+def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, catalog: Catalog) -> Iterator[Rule]:
     """Rules about words for the engine's own command line: none may say what the plan has to know."""
-    settings = row.flags.settings()
+    settings = llama_cpp.settings_by_flag(row, catalog.llama_cpp_parser(row.build))
     for word in spec.extra_args:
         # The engine's parser reads `_` in a flag as `-`.
         flag = word.replace("_", "-") if word.startswith("--") else word
@@ -95,8 +109,65 @@ def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild) -> Itera
             )
 
 
+def unspelled_rule(name: str, row: LlamaCppBuild, error: llama_cpp.UnspelledSettingError, catalog: Catalog) -> Rule:
+    """This build has no words for what a setting says."""
+    able = error.builds(catalog.llama_cpp)
+    return Rule(
+        "setting-unspelled",
+        "refuse",
+        f"llama.cpp {row.build} has no way to say `{error.setting}: {error.value}`",
+        f"leave `{error.setting}` out, or `llama_cpp_build: {able[-1]}`" if able else f"leave `{error.setting}` out",
+        instance=name,
+    )
+
+
+def argv_rules(name: str, argv: tuple[str, ...], row: LlamaCppBuild, catalog: Catalog) -> Iterator[Rule]:
+    """The whole command line, held against what the build's own source says that its parser takes."""
+    parser = catalog.llama_cpp_parser(row.build)
+    if parser is None:
+        return
+    for problem in llama_cpp.check_argv(argv, parser):
+        yield Rule(
+            "argv-refused" if problem.fatal else "argv-deprecated",
+            "refuse" if problem.fatal else "warn",
+            f"llama.cpp {row.build} would not start: {problem.message}" if problem.fatal else problem.message,
+            f"`{problem.meant}`" if problem.meant else "leave it out of `extra_args`",
+            instance=name,
+        )
+
+
+def kv_kernel_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild) -> Iterator[Rule]:
+    """On a card: has the build a flash-attention kernel for this pair of cache types?"""
+    settings = spec.settings
+    if settings.flash_attention == "off":
+        return
+    type_k, type_v = (value or row.defaults.kv_cache_type for value in (settings.kv_cache_type_k, settings.kv_cache_type_v))
+    kernel = row.cuda_flash_attention.kernel(type_k, type_v)
+    if kernel == "compiled":
+        return
+    like_k = f"`kv_cache_type_v: {type_k}`"
+    pairs = ", ".join(row.cuda_flash_attention.pairs)
+    if kernel == "converted":
+        yield Rule(
+            "kv-types-converted",
+            "warn",
+            f"llama.cpp {row.build} has no kernel for a {type_k} K cache with a {type_v} V cache: it converts both at every step",
+            f"{like_k if f'{type_k}-{type_k}' in row.cuda_flash_attention.pairs else 'one of the compiled pairs'} ({pairs})",
+            instance=name,
+        )
+    else:
+        yield Rule(
+            "kv-types-without-kernel",
+            "refuse",
+            f"llama.cpp {row.build} has no CUDA kernel for a {type_k} K cache with a {type_v} V cache: "
+            "attention would run on the processor, tens of times slower",
+            f"{like_k if f'{type_k}-{type_k}' in row.cuda_flash_attention.pairs else 'one of the compiled pairs'} ({pairs})",
+            instance=name,
+        )
+
+
 def placement_rules(
-    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str]
+    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str], on_cards: bool
 ) -> Iterator[Rule]:
     """Rules about one instance on this host: its port and its model. ``going``: units that are stopped before it starts."""
     for listener in facts.listeners:
@@ -132,7 +203,8 @@ def placement_rules(
                 instance=name,
             )
     size_bytes = model.size_bytes or (facts.models[model.path].size_bytes if model.path in facts.models else 0)
-    if size_bytes and facts.memory.total_bytes and size_bytes > facts.memory.total_bytes:
+    # Weights that go to a card are only mapped while they are copied; the processor's own must stay in memory.
+    if not on_cards and size_bytes and facts.memory.total_bytes and size_bytes > facts.memory.total_bytes:
         yield Rule(
             "model-above-memory",
             "refuse",

@@ -1,0 +1,186 @@
+"""Which CUDA toolkit compiles llama.cpp on a host, with which compiler, and whether its code runs on the planned driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from v100ctl.catalog import Catalog, Distribution
+from v100ctl.catalog.hardware import CudaRow, PackageSource
+from v100ctl.facts import Facts
+from v100ctl.fleet import HostConfig
+from v100ctl.plan.driver import source_in_words
+from v100ctl.plan.types import CudaDecision, DriverDecision, Rule
+
+#: The newest CUDA that makes machine code for compute capability 7.0.
+LAST_FOR_VOLTA = "12.9"
+
+
+def decide_cuda(
+    config: HostConfig,
+    facts: Facts,
+    driver: DriverDecision | None,
+    distribution: Distribution | None,
+    catalog: Catalog,
+    *,
+    compiles_here: bool,
+) -> tuple[CudaDecision | None, tuple[Rule, ...]]:
+    """The toolkit for a host that compiles (``None`` for one that gets a ready release), and what is wrong with it."""
+    row = catalog.cuda_toolkit(config.cuda_toolkit_version)
+    if row is None:
+        known = ", ".join(item.version for item in catalog.cuda if item.sm_min <= 70 <= item.sm_max)
+        rule = Rule(
+            "cuda-version-unknown",
+            "refuse",
+            f"`cuda_toolkit_version: {config.cuda_toolkit_version}` has no row in the catalog of {catalog.as_of}",
+            f"one of {known}",
+        )
+        return None, (rule,)
+    rules = [*_architecture_rules(config, row, catalog), *_driver_rules(config, row, driver, catalog)]
+    if not compiles_here:
+        return None, tuple(rules)
+    installed = next((toolkit for toolkit in facts.cuda_toolkits if toolkit.version == row.version and toolkit.nvcc), None)
+    source = next((item for item in _sources(row, distribution) if item.usable), None)
+    compiler, compiler_rules = _host_compiler(row, source, distribution, catalog)
+    rules += compiler_rules
+    # A toolkit that cannot make the code need not be found.
+    makes = all(row.sm_min <= code <= row.sm_max for code in _architecture_codes(config))
+    if installed is None and distribution is not None and makes:
+        rules += _source_rules(row, distribution, catalog)
+    patched = installed is None and source is not None and source.glibc_patched
+    rules += _glibc_rules(row, facts, patched=patched)
+    decision = CudaDecision(
+        version=row.version,
+        action="keep" if installed else "install",
+        source=installed.path if installed else source_in_words(source) if source else "",
+        host_compiler=compiler,
+        packages=(*source.pins, *source.packages) if source and not installed else (),
+    )
+    return decision, tuple(rules)
+
+
+def _architecture_codes(config: HostConfig) -> set[int]:
+    return {int(name.split("-")[0]) for name in config.llama_cpp_cuda_architectures.split(";")}
+
+
+def _architecture_rules(config: HostConfig, row: CudaRow, catalog: Catalog) -> Iterator[Rule]:
+    codes = _architecture_codes(config)
+    dropped = sorted(code for code in codes if code < row.sm_min)
+    missing = sorted(code for code in codes if code > row.sm_max)
+    if dropped:
+        able = [item.version for item in catalog.cuda if item.sm_min <= dropped[0] <= item.sm_max]
+        yield Rule(
+            "cuda-drops-architecture",
+            "refuse",
+            f"CUDA {row.version} compiles for compute capability {row.sm_min / 10:.1f} and later, no longer for sm_{dropped[0]}",
+            f'`cuda_toolkit_version: "{able[-1]}"`' if able else None,
+        )
+    if missing:
+        able = [item.version for item in catalog.cuda if item.sm_min <= missing[-1] <= item.sm_max]
+        yield Rule(
+            "cuda-lacks-architecture",
+            "refuse",
+            f"CUDA {row.version} does not know sm_{missing[-1]} yet",
+            f'`cuda_toolkit_version: "{able[0]}"`' if able else "an architecture that the catalog's toolkits know",
+        )
+
+
+def _driver_rules(config: HostConfig, row: CudaRow, driver: DriverDecision | None, catalog: Catalog) -> Iterator[Rule]:
+    if driver is None:
+        return
+    branch = catalog.driver(driver.branch)
+    # Of a branch that is still to be installed the newest version is taken.
+    version = driver.version or f"{driver.branch}.999"
+    if not row.runs_machine_code(version):
+        have = driver.version or f"of branch {driver.branch}"
+        older = [item.version for item in catalog.cuda if item.targets("7.0") and item.runs_machine_code(version)]
+        other = f', or `cuda_toolkit_version: "{older[-1]}"`' if older else ""
+        yield Rule(
+            "driver-too-old-for-cuda",
+            "refuse",
+            f"driver {have} is older than {row.driver_min}, which code from CUDA {row.version} needs",
+            f'`nvidia_driver_branch: "535"`{other}',
+        )
+        return
+    if branch is None or row.loads_ptx(version):
+        return
+    names = config.llama_cpp_cuda_architectures.split(";")
+    if any(name.endswith("-virtual") for name in names) and not any(not name.endswith("-virtual") for name in names):
+        machine_code = ";".join(name.removesuffix("-virtual") + "-real" for name in names)
+        yield Rule(
+            "cuda-ptx-newer-than-driver",
+            "refuse",
+            f"`llama_cpp_cuda_architectures: {config.llama_cpp_cuda_architectures}` makes PTX only; "
+            f"driver branch {branch.branch} knows CUDA {branch.cuda} and does not load PTX of {row.version}",
+            f'`llama_cpp_cuda_architectures: "{machine_code}"`',
+        )
+    elif not all(name.endswith("-real") for name in names):
+        machine_code = ";".join(f"{name.split('-')[0]}-real" for name in names)
+        yield Rule(
+            "cuda-ptx-newer-than-driver",
+            "info",
+            f"driver branch {branch.branch} knows CUDA {branch.cuda}: it runs the machine code that CUDA {row.version} makes, "
+            "and cannot use the PTX beside it",
+            f'`llama_cpp_cuda_architectures: "{machine_code}"` leaves the PTX out',
+        )
+
+
+def _sources(row: CudaRow, distribution: Distribution | None) -> tuple[PackageSource, ...]:
+    return row.sources(distribution.id, distribution.version_id) if distribution else ()
+
+
+def _source_rules(row: CudaRow, distribution: Distribution, catalog: Catalog) -> Iterator[Rule]:
+    sources = _sources(row, distribution)
+    if any(item.usable for item in sources):
+        return
+    able = [
+        item.version
+        for item in catalog.cuda
+        if item.targets("7.0") and any(source.usable for source in _sources(item, distribution))
+    ]
+    reason = next((f": {item.reason}" for item in sources if item.reason), "")
+    if able:
+        version = LAST_FOR_VOLTA if LAST_FOR_VOLTA in able else able[-1]
+        nearest = f'`cuda_toolkit_version: "{version}"` with `llama_cpp_cuda_architectures: "70-real"`'
+    else:
+        nearest = "`llama_cpp_build_on: HOST` with a host of another distribution that has the toolkit"
+    yield Rule(
+        "cuda-not-packaged",
+        "refuse",
+        f"{distribution.name} has no packages of CUDA {row.version}{reason}",
+        nearest,
+    )
+
+
+def _glibc_rules(row: CudaRow, facts: Facts, *, patched: bool) -> Iterator[Rule]:
+    if facts.libc.name != "glibc" or not facts.libc.version or patched or row.accepts_glibc(facts.libc.version):
+        return
+    yield Rule(
+        "cuda-glibc-too-new",
+        "refuse",
+        f"the host has glibc {facts.libc.version}; the math headers of NVIDIA's CUDA {row.version} do not compile with "
+        f"{row.glibc_max_exclusive} and later, whichever compiler is used",
+        "`llama_cpp_build_on: HOST` with a host of an older distribution, or the distribution's own patched toolkit",
+    )
+
+
+def _host_compiler(
+    row: CudaRow, source: PackageSource | None, distribution: Distribution | None, catalog: Catalog
+) -> tuple[str, tuple[Rule, ...]]:
+    """The newest compiler that this CUDA takes and the distribution has: its package, and what is wrong."""
+    if distribution is None:
+        return "", ()
+    if source is not None and source.host_compiler:
+        return source.host_compiler, ()
+    if row.accepts_gcc(distribution.gcc):
+        return f"g++-{distribution.gcc}", ()
+    other = distribution.compiler(row.gcc_max)
+    if other is not None:
+        return other, ()
+    able = [item.version for item in catalog.cuda if item.targets("7.0") and item.accepts_gcc(distribution.gcc)]
+    refusal = Rule(
+        "cuda-compiler-too-new",
+        "refuse",
+        f"CUDA {row.version} takes gcc up to {row.gcc_max}; {distribution.name} has {distribution.gcc} and none old enough",
+        f'`cuda_toolkit_version: "{able[0]}"`' if able else "`llama_cpp_build_on: HOST` with a host of an older distribution",
+    )
+    return "", (refusal,)

@@ -1,0 +1,144 @@
+"""Does a model fit the cards it gets, how long may its context be, how fast can it answer? llama.cpp's side, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from v100ctl.catalog import LlamaCppBuild
+from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.models.types import ModelHeader
+from v100ctl.plan import llama_cpp, vram
+from v100ctl.plan.cards import HostCard
+from v100ctl.plan.types import GpuBudget
+
+#: Kept free on every card: what the driver takes between two looks at it, and fragmentation after days of serving.
+MARGIN_BYTES = 128 * 1024**2
+CUDA_CONTEXT_BYTES = 300 * 1024**2
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one instance takes of its cards. ``largest_context_length`` is in tokens per request, 0 where no context fits."""
+
+    budgets: Mapping[str, GpuBudget]
+    largest_context_length: int
+    decode_ceiling_tps: float
+    header: ModelHeader
+    launch: vram.Launch
+    cards: tuple[vram.Card, ...]
+
+    @property
+    def short_bytes(self) -> int:
+        """How much is missing on the card where most is missing; 0 or less where everything fits."""
+        return max((-budget.free_bytes for budget in self.budgets.values()), default=0)
+
+
+def launch_of(spec: InstanceSpec, row: LlamaCppBuild, backend: Literal["cuda", "cpu"], draft: ModelHeader | None) -> vram.Launch:
+    """What the engine will be started with, its own defaults filled in."""
+    settings = spec.settings
+    defaults = row.defaults
+    parallel = settings.parallel or llama_cpp.DEFAULT_PARALLEL
+    context_size = llama_cpp.context_per_request(settings) * (1 if settings.kv_unified else parallel)
+    batch_size = settings.batch_size or defaults.batch_size
+    speculative = settings.speculative
+    return vram.Launch(
+        context_size=context_size,
+        parallel=parallel,
+        kv_unified=bool(settings.kv_unified),
+        batch_size=batch_size,
+        ubatch_size=min(settings.ubatch_size or defaults.ubatch_size, batch_size),
+        kv_type_k=settings.kv_cache_type_k or defaults.kv_cache_type,
+        kv_type_v=settings.kv_cache_type_v or defaults.kv_cache_type,
+        flash_attention=settings.flash_attention != "off",
+        gpu_layers=settings.gpu_layers,
+        split_mode=settings.split_mode or "layer",
+        speculative=(
+            None
+            if speculative is None or speculative.kind == "none"
+            else vram.Speculative(kind=speculative.kind, depth=speculative.depth or defaults.speculative_depth, draft=draft)
+        ),
+        backend=backend,
+    )
+
+
+def cards_of(chosen: Sequence[HostCard], context_bytes: int, taken_bytes: Mapping[str, int]) -> tuple[vram.Card, ...]:
+    """Cards as the memory model takes them. ``taken_bytes``: what others hold, by card key.
+
+    Reserved are the margin, what others hold, and what the driver keeps of the total that it reports (driver 570 and later count
+    their own share in; older ones report less).
+    """
+    return tuple(
+        vram.Card(
+            uuid=card.key,
+            total_bytes=card.total_bytes or 0,
+            reserve_bytes=MARGIN_BYTES + _driver_bytes(card) + taken_bytes.get(card.key, 0),
+            context_bytes=context_bytes,
+            bandwidth_bytes_per_s=float((card.row.bandwidth_bytes_per_s if card.row else None) or 0),
+        )
+        for card in chosen
+    )
+
+
+def _driver_bytes(card: HostCard) -> int:
+    """What the driver keeps of the total that it reports: its own word, else what the catalog says that CUDA can have."""
+    if card.gpu.memory_reserved_bytes is not None:
+        return card.gpu.memory_reserved_bytes
+    return max((card.total_bytes or 0) - card.row.memory_bytes, 0) if card.row else 0
+
+
+def fit(header: ModelHeader, launch: vram.Launch, cards: tuple[vram.Card, ...]) -> Fit:
+    """Fit a model onto cards.
+
+    Raises:
+        UnknownArchitectureError: how this architecture keeps its cache is not known.
+    """
+    estimate = vram.estimate(header, launch, cards)
+    return Fit(
+        budgets=estimate.budgets,
+        largest_context_length=vram.largest_context(header, launch, cards),
+        # A ceiling is given for a short context: the figure that published speeds are measured at.
+        decode_ceiling_tps=vram.decode_ceiling_tps(header, launch, cards, fill_tokens=0),
+        header=header,
+        launch=launch,
+        cards=cards,
+    )
+
+
+def alternatives(found: Fit, settings: Settings) -> Iterator[tuple[str, int]]:
+    """Changes that would make it fit, mildest first: the setting as it is written, and the context that then fits."""
+    launch = found.launch
+    if found.largest_context_length:
+        yield f"`context_length: {found.largest_context_length}`", found.largest_context_length
+    tried: list[tuple[str, vram.Launch]] = []
+    if launch.parallel > 1:
+        single = dataclasses.replace(
+            launch, parallel=1, context_size=launch.context_size // (1 if launch.kv_unified else launch.parallel)
+        )
+        tried.append(("`parallel: 1`", single))
+    if {launch.kv_type_k, launch.kv_type_v} & {"f32", "f16", "bf16"}:
+        quantised = dataclasses.replace(launch, kv_type_k="q8_0", kv_type_v="q8_0", flash_attention=True)
+        tried.append(("`kv_cache_type_k: q8_0`, `kv_cache_type_v: q8_0`, `flash_attention: on`", quantised))
+    if launch.ubatch_size > 128:
+        tried.append(("`ubatch_size: 128`", dataclasses.replace(launch, ubatch_size=128)))
+    everything = launch
+    words = []
+    for text, change in tried:
+        largest = vram.largest_context(found.header, change, found.cards)
+        if largest >= llama_cpp.context_per_request(settings):
+            yield text, llama_cpp.context_per_request(settings)
+        changed = {
+            field.name: getattr(change, field.name)
+            for field in dataclasses.fields(change)
+            if getattr(change, field.name) != getattr(launch, field.name)
+        }
+        everything = dataclasses.replace(everything, **changed)
+        words.append(text)
+    if len(tried) > 1:
+        largest = vram.largest_context(found.header, everything, found.cards)
+        if largest:
+            asked = llama_cpp.context_per_request(settings)
+            shorter = "" if largest >= asked else f", `context_length: {largest}`"
+            yield ", ".join(words) + shorter, min(largest, asked)

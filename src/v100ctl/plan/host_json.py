@@ -1,0 +1,47 @@
+"""``host.json``: what was applied to a host, without secrets and without anything measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+from v100ctl.plan.types import HostPlan, ManagedFile
+
+HOST_JSON = "/etc/v100ctl/host.json"
+
+
+def with_host_json(decided: HostPlan) -> HostPlan:
+    """Add ``host.json``: what was applied, without secrets and without anything measured."""
+    document = {
+        "schema": "v100ctl/host/1",
+        "comment": "Managed by v100ctl. Changes are overwritten.",
+        "packages": list(decided.packages),
+        "releases": [{"engine": item.engine, "build_id": item.build_id, "path": item.path} for item in decided.releases],
+        "models": [{"path": item.path, "sha256": item.sha256} for item in decided.models],
+        "files": {
+            item.path: {
+                "sha256": hashlib.sha256(item.content.encode()).hexdigest(),
+                "mode": item.mode,
+                "owner": item.owner,
+                "group": item.group,
+            }
+            for item in decided.files
+        },
+        "instances": {
+            item.name: {
+                "unit": item.unit,
+                "engine": item.engine,
+                "argv": list(item.argv),
+                "digest": item.digest,
+                "release_path": item.release_path,
+                "model_path": item.model_path,
+                "listen": item.listen,
+                "port": item.port,
+                "health_url": item.health_url,
+            }
+            for item in decided.instances
+        },
+    }
+    content = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return dataclasses.replace(decided, host_json=ManagedFile(HOST_JSON, content, role="llm_server"))

@@ -1,0 +1,269 @@
+"""From what is asked of a host to instances that can run: cards, driver, CUDA, releases, command lines, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from datetime import date
+
+from v100ctl.catalog import Catalog
+from v100ctl.facts import Facts
+from v100ctl.fleet import HostConfig, InstanceSpec
+from v100ctl.models.types import ModelHeader
+from v100ctl.plan import llama_cpp, profiles, vram
+from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
+from v100ctl.plan.cuda import decide_cuda
+from v100ctl.plan.driver import decide_driver
+from v100ctl.plan.fit import CUDA_CONTEXT_BYTES, Fit, cards_of, fit, launch_of
+from v100ctl.plan.models import model_path, model_specs
+from v100ctl.plan.rules.engine import engine_rules
+from v100ctl.plan.rules.gpu import bus_rules, busy_rules, fabric_rules, others_bytes, presence_rules
+from v100ctl.plan.rules.host import distribution_of
+from v100ctl.plan.rules.instance import (
+    argv_rules,
+    extra_args_rules,
+    instance_rules,
+    kv_kernel_rules,
+    placement_rules,
+    unspelled_rule,
+)
+from v100ctl.plan.rules.model import fit_rules, header_rules, header_unread_rule, memory_unknown_rule
+from v100ctl.plan.types import CudaDecision, DriverDecision, GpuBudget, Instance, ManagedFile, Model, Release, Rule
+from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_name
+
+
+class Planner:
+    """Decides one host's instances. After :meth:`decide` its public attributes hold the result."""
+
+    def __init__(
+        self,
+        host: str,
+        config: HostConfig,
+        facts: Facts,
+        headers: Mapping[str, ModelHeader | str],
+        catalog: Catalog,
+        as_of: date,
+        *,
+        models: Sequence[Model],
+        going: Collection[str],
+    ) -> None:
+        self.host, self.config, self.facts, self.headers, self.catalog, self.as_of = host, config, facts, headers, catalog, as_of
+        self._models = {model.path: model for model in models}
+        self._going = going
+        self._specs: dict[str, InstanceSpec] = {}
+        #: Instances whose profile cannot be applied: what is wrong with the rest of them would be guessed.
+        self._unresolved: set[str] = set()
+        self._distribution = distribution_of(facts, catalog)
+        self.llama_cpp_row = catalog.llama_cpp_build(config.llama_cpp_build)
+        self.host_verdicts: list[Rule] = []
+        self.instance_verdicts: list[Rule] = []
+        for name, spec in sorted(config.llm_server_instances.items()):
+            if spec.state == "present":
+                self._specs[name], problems = profiles.applied(name, spec, catalog)
+                self.instance_verdicts += problems
+                if problems:
+                    self._unresolved.add(name)
+        self.instances: dict[str, Instance] = {}
+        self.files: dict[str, ManagedFile] = {}
+        self.releases: tuple[Release, ...] = ()
+        self.driver: DriverDecision | None = None
+        self.cuda: CudaDecision | None = None
+        self.unavailable: tuple[str, ...] = ()
+        self._cards: tuple[HostCard, ...] = ()
+        self._chosen: dict[str, tuple[HostCard, ...]] = {}
+        self._fits: dict[str, Fit] = {}
+
+    @property
+    def builds_here(self) -> bool:
+        """Whether an engine may be compiled on this host. A cached copy is not a fact of the host, so it is not counted on."""
+        return self.config.llama_cpp_build_on in ("first", self.host)
+
+    def _on_cards(self, spec: InstanceSpec) -> bool:
+        return spec.engine != "llama_cpp" or self.config.llama_cpp_backend == "cuda"
+
+    def decide(self) -> None:
+        """Decide everything, in the order in which one thing rests on another."""
+        llama = [name for name, spec in self._specs.items() if spec.engine == "llama_cpp"]
+        if llama or not self._specs:
+            self.host_verdicts += engine_rules(self.config, self.facts, self.llama_cpp_row, self.catalog)
+        if any(self._on_cards(spec) for spec in self._specs.values()):
+            self._decide_cards()
+        if llama and self.llama_cpp_row and self._distribution:
+            self.releases = (llama_cpp.build_release(self.config, self.llama_cpp_row, self._distribution, self.facts),)
+        for name, spec in self._specs.items():
+            if name not in self._unresolved:
+                self._decide_instance(name, spec)
+        self._decide_fits()
+        for name, found in self._fits.items():
+            if name in self.instances:
+                self.instances[name] = dataclasses.replace(
+                    self.instances[name],
+                    budgets=found.budgets,
+                    largest_context_length=found.largest_context_length,
+                    decode_ceiling_tps=found.decode_ceiling_tps or None,
+                )
+
+    # Cards, driver, CUDA
+
+    def _architectures(self, spec: InstanceSpec) -> str:
+        # Only llama.cpp is compiled for what the inventory says; the wheels of the others hold what their catalog row says.
+        return self.config.llama_cpp_cuda_architectures if spec.engine == "llama_cpp" else "70"
+
+    def _decide_cards(self) -> None:
+        self._cards = host_cards(self.facts, self.catalog)
+        on_cards = {name: spec for name, spec in self._specs.items() if self._on_cards(spec)}
+        wanted = sorted({self._architectures(spec) for spec in on_cards.values()})
+        for architectures in wanted:
+            usable = usable_cards(self._cards, architectures)
+            self.host_verdicts += presence_rules(self._cards, usable, architectures, self.facts, self.catalog)
+        for name, spec in on_cards.items():
+            usable = usable_cards(self._cards, self._architectures(spec))
+            self._chosen[name], problems = choose(name, spec, self._cards, usable)
+            if self._cards:
+                self.instance_verdicts += problems
+        chosen = {card.key for cards in self._chosen.values() for card in cards}
+        self.host_verdicts += bus_rules(self._cards, chosen)
+        self.driver, verdicts = decide_driver(self.config, self.facts, self._cards, self._distribution, self.catalog, self.as_of)
+        self.host_verdicts += verdicts
+        self.host_verdicts += fabric_rules(self._cards, self.facts, self.driver.branch if self.driver else None)
+        llama = any(spec.engine == "llama_cpp" for spec in on_cards.values())
+        if llama:
+            self.cuda, verdicts = decide_cuda(
+                self.config, self.facts, self.driver, self._distribution, self.catalog, compiles_here=self.builds_here
+            )
+            self.host_verdicts += verdicts
+        self.unavailable = (
+            f"{self.host} computes on NVIDIA cards, and this version has no roles yet that install the driver, CUDA "
+            "and engines for them: `plan` and `render` work, `provision` needs `llama_cpp_backend: cpu`",
+        )
+
+    # Instances
+
+    def _decide_instance(self, name: str, spec: InstanceSpec) -> None:
+        row = self.llama_cpp_row
+        self.instance_verdicts += instance_rules(name, spec, self.config, row, self.catalog)
+        model = self._models[model_path(spec.model)]
+        self.instance_verdicts += placement_rules(
+            name, spec, model, unit_name(name), self.facts, going=self._going, on_cards=self._on_cards(spec)
+        )
+        ours = {unit_name(other) for other in self._specs} | set(self._going)
+        chosen = self._chosen.get(name, ())
+        for card in chosen:
+            self.instance_verdicts += busy_rules(card, ours, name)
+        self.instance_verdicts += profiles.card_rules(name, spec, chosen, self.catalog)
+        profile = self.catalog.profiles.get(spec.profile or "")
+        if profile is not None:
+            driver = self.driver.version or self.driver.branch if self.driver else ""
+            self.instance_verdicts += profiles.external_engine_rules(
+                name, profile, driver=driver, glibc=self.facts.libc.version if self.facts.libc.name == "glibc" else ""
+            )
+        if spec.engine == "llama_cpp" and row is not None:
+            self._decide_llama_cpp(name, spec, model)
+
+    def _decide_llama_cpp(self, name: str, spec: InstanceSpec, model: Model) -> None:
+        row, release = self.llama_cpp_row, next(iter(self.releases), None)
+        if row is None:
+            return
+        self._judge_model(name, spec)
+        if self._on_cards(spec):
+            self.instance_verdicts += kv_kernel_rules(name, spec, row)
+        problems = [*extra_args_rules(name, spec, row, self.catalog)]
+        if problems or release is None or llama_cpp.meaningless_settings(spec.settings):
+            # No command line is made: a secret in it would stand in every report of the plan.
+            self.instance_verdicts += problems
+            return
+        alias = spec.settings.served_model_name or name
+        draft = next((model_path(item) for item in list(model_specs(spec))[1:]), None)
+        try:
+            argv = llama_cpp.argv(
+                self.config,
+                spec,
+                row,
+                self.facts,
+                release_path=release.path,
+                model_path=model.path,
+                alias=alias,
+                draft_model_path=draft,
+            )
+        except llama_cpp.UnspelledSettingError as error:
+            self.instance_verdicts.append(unspelled_rule(name, row, error, self.catalog))
+            return
+        self.instance_verdicts += argv_rules(name, argv, row, self.catalog)
+        chosen = self._chosen.get(name, ())
+        environment = {}
+        if chosen:
+            # CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
+            environment = {
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+                "CUDA_VISIBLE_DEVICES": ",".join(card.visible_as for card in chosen),
+            }
+        file, environment, digest = render_unit(
+            name,
+            engine=spec.engine,
+            argv=argv,
+            environment=environment,
+            release_path=release.path,
+            model_sha256s=tuple(item.sha256 for item in model_specs(spec)),
+        )
+        self.files[name] = file
+        self.instances[name] = Instance(
+            name=name,
+            unit=unit_name(name),
+            engine=spec.engine,
+            argv=argv,
+            environment=environment,
+            digest=digest,
+            release_path=release.path,
+            model_path=model.path,
+            model_alias=alias,
+            listen=spec.listen,
+            port=spec.port,
+            health_url=local_url(spec, row.health_path),
+            completion_url=local_url(spec, "/v1/chat/completions"),
+            start_timeout_s=START_TIMEOUT_S,
+            context_length=llama_cpp.context_per_request(spec.settings),
+            parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
+            gpus=tuple(card.key for card in chosen),
+        )
+
+    # Models and memory
+
+    def _judge_model(self, name: str, spec: InstanceSpec) -> None:
+        row = self.llama_cpp_row
+        header = self.headers.get(model_path(spec.model), "nobody has read it")
+        if isinstance(header, str):
+            self.instance_verdicts.append(header_unread_rule(name, header, on_cards=self._on_cards(spec)))
+            return
+        if row is None:
+            return
+        self.instance_verdicts += header_rules(name, spec, header, self.config, row, self.catalog)
+        if header.format != "gguf" or not self._chosen.get(name):
+            return
+        draft: ModelHeader | None = None
+        for item in list(model_specs(spec))[1:]:
+            found = self.headers.get(model_path(item), "nobody has read it")
+            if isinstance(found, str):
+                self.instance_verdicts.append(memory_unknown_rule(name, f"the draft model's header was not read ({found})"))
+                return
+            draft = found
+        ours = {unit_name(other) for other in self._specs} | set(self._going)
+        chosen = self._chosen[name]
+        taken = {card.key: others_bytes(card, ours) for card in chosen}
+        cards = cards_of(chosen, CUDA_CONTEXT_BYTES, taken)
+        if not all(card.total_bytes for card in cards):
+            self.instance_verdicts.append(memory_unknown_rule(name, "the card's memory size is not known"))
+            return
+        try:
+            self._fits[name] = fit(header, launch_of(spec, row, self.config.llama_cpp_backend, draft), cards)
+        except vram.UnknownArchitectureError as error:
+            self.instance_verdicts.append(memory_unknown_rule(name, error.message))
+
+    def _decide_fits(self) -> None:
+        names = {card.key: f"card {card.index} ({card.name})" for card in self._cards}
+        for name, found in self._fits.items():
+            neighbours: dict[str, list[tuple[str, GpuBudget]]] = {}
+            for other, theirs in self._fits.items():
+                for key, budget in theirs.budgets.items():
+                    if other != name and key in found.budgets:
+                        neighbours.setdefault(key, []).append((other, budget))
+            self.instance_verdicts += fit_rules(name, self._specs[name], found, neighbours, names)
