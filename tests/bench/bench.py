@@ -5,6 +5,7 @@
     tests/bench/bench.py noop             a provision that changes nothing beside ansible-playbook of the same playbook, same host
     tests/bench/bench.py warm-try         a second `try` (the host is up)
     tests/bench/bench.py cold-try         the first `try` beside the bare compile of the same release; takes over 20 minutes a run
+    tests/bench/bench.py model-header     reading the header of a 20 GB GGUF file: from disk, over HTTP, by the `gguf` package
 
 Medians and ratios are what to quote: machines are noisy. Run from a checkout, as root, after `./v100ctl try` for `noop`.
 """
@@ -12,6 +13,7 @@ Medians and ratios are what to quote: machines are noisy. Run from a checkout, a
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import shlex
@@ -82,11 +84,28 @@ def cold_try_commands() -> list[Command]:
     ]
 
 
+def model_header_commands() -> list[Command]:
+    """A bare Python, then one that reads the header of a (sparse) 20 GB file."""
+    python, script = str(VENV_BIN / "python"), str(ROOT / "tests" / "bench" / "model_header.py")
+    folder = tempfile.mkdtemp(prefix="v100ctl-bench-")
+    atexit.register(shutil.rmtree, folder)
+    path = f"{folder}/large.gguf"
+    subprocess.run([python, script, "--make", path], check=True)
+    print(subprocess.run([python, script, "--http", path], check=True, capture_output=True, text=True).stdout, end="")
+    return [
+        Command("python -c pass", [python, "-P", "-c", "pass"]),
+        Command("header from disk", [python, script, path]),
+        Command("header over HTTP", [python, script, "--http", path]),
+        Command("header by gguf.GGUFReader", [python, script, "--gguf", path]),
+    ]
+
+
 BENCHMARKS: dict[str, Callable[[], list[Command]]] = {
     "help": help_commands,
     "noop": noop_commands,
     "warm-try": warm_try_commands,
     "cold-try": cold_try_commands,
+    "model-header": model_header_commands,
 }
 
 

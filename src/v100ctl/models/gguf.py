@@ -21,8 +21,9 @@ MAGIC = b"GGUF"
 MAX_KEPT_ARRAY = 4096
 #: Longer text values (a whole `tokenizer.json`, say) are skipped and left out of the metadata.
 MAX_KEPT_STRING_BYTES = 1 << 20
-MAX_KEYS = 65536
-MAX_TENSORS = 65536
+#: Usual are tens of keys, and about a dozen tensors a layer (all experts of a layer are one).
+MAX_KEYS = 16384
+MAX_TENSORS = 32768
 #: The longest key that the GGUF specification allows (2^16 - 1 bytes).
 MAX_KEY_BYTES = 65535
 #: Where the weights begin at the latest.

@@ -157,6 +157,8 @@ def shown(text: str | bytes, limit: int = 200) -> str:
     """Text from a file or a path for a message: on one line, nothing in it that a terminal would obey, not endless."""
     if isinstance(text, bytes):
         text = text[: 4 * limit].decode("utf-8", "backslashreplace")
+    if len(text) <= limit and text.isprintable():
+        return text
     cut = text[:limit]
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode("ascii") for c in cut)
     return safe + ("..." if len(text) > limit else "")
