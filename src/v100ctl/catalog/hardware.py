@@ -104,8 +104,8 @@ class PackageSource(Row):
         version: The version seen there, ``None`` where no source gives one.
         host_compiler: The compiler package that a toolkit needs beside it, ``None`` where the default one will do.
         driver_min: The oldest driver branch that a toolkit's packages allow beside them, ``None`` where they ask for none.
-        glibc_patched: Do this source's headers compile with a glibc beyond the toolkit's own bound, be it that they are patched, or
-            that they lie in a system folder, where a compiler lets the contradiction pass?
+        glibc_patched: Do this source's headers compile with a glibc beyond the toolkit's own bound, since they are patched or lie
+            in a system folder, where a compiler lets the contradiction pass?
         installs: The branch that a ``transitional`` package really brings.
         reason: Why not, for ``none`` and ``transitional``; what to know first, for others.
     """
