@@ -67,25 +67,40 @@ _DIFF_LINES = 60
 
 def print_changes(out: Console, state: Examined) -> None:
     """What a plan would change on one host: grouped by role, in the order in which roles run, as a diff."""
-    role = None
+    by_role: dict[str, list[Finding]] = {}
     for finding in state.changes:
-        if finding.role != role:
-            role = finding.role
-            out.print(Text(f"  {role}", style="bold"))
-        symbol, style = _SYMBOLS.get(finding.id.split(":", 1)[0].rsplit(".", 1)[-1], ("~", "yellow"))
-        line = Text.assemble((f"    {symbol} ", style), clean_line(finding.id))
-        if "\n" not in finding.expected and "\n" not in finding.actual:
-            line.append(f": {shorten(finding.actual)} -> {shorten(finding.expected)}")
-        restarted = [name for name in finding.restarts if name in state.restarts]
-        if restarted:
-            line.append(f"  (restarts {', '.join(restarted)})", style="magenta")
-        out.print(line)
-        if "\n" in finding.expected or "\n" in finding.actual:
-            _print_diff(out, finding.actual, finding.expected)
+        by_role.setdefault(finding.role, []).append(finding)
+    for role in sorted(by_role, key=lambda name: _ROLE_ORDER.index(name) if name in _ROLE_ORDER else len(_ROLE_ORDER)):
+        out.print(Text(f"  {role}", style="bold"))
+        for finding in by_role[role]:
+            _print_change(out, state, finding)
 
 
-#: The last word of a finding's kind -> how a diff marks it.
+#: The order in which `playbooks/provision.yml` runs them.
+_ROLE_ORDER = ("preflight", "nvidia_driver", "cuda_toolkit", "llama_cpp", "vllm", "model_store", "llm_server")
+#: What happened, as the middle of a finding's id says -> how a diff marks it.
 _SYMBOLS = {"missing": ("+", "green"), "unwanted": ("-", "red")}
+
+
+def _print_change(out: Console, state: Examined, finding: Finding) -> None:
+    kind, _, subject = finding.id.partition(":")
+    kind, _, what = kind.rpartition(".")
+    symbol, style = _SYMBOLS.get(what, ("~", "yellow"))
+    line = Text.assemble((f"    {symbol} ", style), clean_line(f"{kind} {subject}".rstrip()))
+    lines = "\n" in finding.expected or "\n" in finding.actual
+    if what in _SYMBOLS:
+        # That it is not there, or shall not be, the sign says already.
+        detail = finding.expected if kind in ("driver", "cuda", "release", "model") and what == "missing" else ""
+    else:
+        detail = f"{what}" if lines else f"{what}: {shorten(finding.actual)} -> {shorten(finding.expected)}"
+    if detail and detail != subject:
+        line.append(f"  {clean_line(detail)}", style="dim")
+    restarted = [name for name in finding.restarts if name in state.restarts]
+    if restarted:
+        line.append(f"  restarts {', '.join(restarted)}", style="bold magenta")
+    out.print(line)
+    if lines:
+        _print_diff(out, finding.actual, finding.expected)
 
 
 def _print_diff(out: Console, before: str, after: str) -> None:
@@ -149,14 +164,12 @@ def print_instances(out: Console, state: Examined) -> None:
             out.print(Text(f"      peak {gib(budget.peak_bytes)} of {gib(budget.total_bytes)}: {parts}"))
         asked = f"context {instance.context_length} tokens a request, {instance.parallel} at once"
         largest = instance.largest_context_length
-        out.print(Text(f"      {asked}" + (f"; the largest that fits is {largest}" if largest is not None else "")))
+        if largest is not None:
+            asked += f"; the largest that fits is {largest}" if largest else "; no context fits"
+        out.print(Text(f"      {asked}"))
         if instance.decode_ceiling_tps:
-            out.print(
-                Text(
-                    f"      memory bandwidth allows one stream at most {instance.decode_ceiling_tps:.0f} tokens/s; "
-                    "good servers reach 55 to 70% of it"
-                )
-            )
+            ceiling = f"memory bandwidth allows one stream at most {instance.decode_ceiling_tps:.0f} tokens/s"
+            out.print(Text(f"      {ceiling}" + "".join(f"; {row.in_words()}" for row in instance.published)))
 
 
 def print_rules(out: Console, state: Examined) -> None:

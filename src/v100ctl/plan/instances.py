@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import date
 
 from v100ctl.catalog import Catalog
+from v100ctl.catalog.speeds import speeds_like
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.models.types import ModelHeader
@@ -101,6 +102,7 @@ class Planner:
                     budgets=found.budgets,
                     largest_context_length=found.largest_context_length,
                     decode_ceiling_tps=found.decode_ceiling_tps or None,
+                    published=speeds_like(found.header.architecture, found.header.file_bytes),
                 )
 
     # Cards, driver, CUDA

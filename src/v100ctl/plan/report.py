@@ -52,6 +52,10 @@ def host_document(state: Examined) -> dict[str, Any]:
                 "parallel": instance.parallel,
                 "max_context_length": instance.largest_context_length,
                 "decode_ceiling_tps": None if instance.decode_ceiling_tps is None else round(instance.decode_ceiling_tps, 1),
+                "published": [
+                    {"model": row.model, "card": row.card, "decode_tps": row.decode_tps, "source": row.source}
+                    for row in instance.published
+                ],
             }
             for instance in plan.instances
         },

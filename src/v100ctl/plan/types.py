@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from v100ctl.catalog.speeds import PublishedSpeed
+
 Severity = Literal["info", "warn", "refuse"]
 Verdict = Literal["ok", "warn", "refused"]
 
@@ -150,7 +152,7 @@ class Instance:
 
     ``gpus`` are the keys of its cards (UUIDs, once a driver tells them), ``budgets`` what it takes of each. What could not be
     computed is ``None``: ``largest_context_length`` (tokens per request that still fit) and ``decode_ceiling_tps`` (tokens per
-    second that the cards' memory bandwidth allows one stream).
+    second that the cards' memory bandwidth allows one stream). ``published`` are figures that others gave for the like.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Instance:
     budgets: Mapping[str, GpuBudget] = field(default_factory=dict)
     largest_context_length: int | None = None
     decode_ceiling_tps: float | None = None
+    published: tuple[PublishedSpeed, ...] = ()
 
 
 @dataclass(frozen=True)
