@@ -61,8 +61,9 @@ def inner(function):
 def kind_of(action):
     """(type, whether an empty word or `None` stands for no value)"""
     function, nullable = action.type, False
-    if type(action).__name__ in ("StoreBoolean",):
-        return "boolean", False
+    acting = {"StoreBoolean": "boolean", "LoRAParserAction": "named-path-or-json", "PromptAdapterParserAction": "named-path"}
+    if type(action).__name__ in acting:
+        return acting[type(action).__name__], False
     while getattr(function, "__name__", "") in ("_optional_type", "parse_type", "_parse_type"):
         nullable = nullable or function.__name__ == "_optional_type"
         function = inner(function)
@@ -72,6 +73,11 @@ def kind_of(action):
     if name == "nullable_kvs":
         return "key-values", True
     known = {"str": "string", "int": "integer", "float": "number", "loads": "json", "human_readable_int": "human-integer"}
+    whole = getattr(function, "__qualname__", "")
+    if whole in ("PoolerConfig.from_json", "KVTransferConfig.from_cli"):
+        return "json-object", nullable
+    if whole == "CompilationConfig.from_cli":
+        return "level-or-json", nullable
     if function is None or function in (str, int, float):
         return known[name] if function else "string", nullable
     return known.get(name, name), nullable

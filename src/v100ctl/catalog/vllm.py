@@ -59,6 +59,18 @@ class VllmArgument(Row):
             return f"takes `True` or `False`, not `{value}`"
         elif self.type == "json" and not _is_json(value, pairs=self.nullable):
             return f"takes JSON, not `{value}`"
+        elif self.type == "json-object" and not _is_object(value):
+            return f"takes a JSON object, not `{value}`"
+        elif self.type == "level-or-json" and value not in ("0", "1", "2", "3") and not _is_object(value):
+            return f"takes a level from 0 to 3 or a JSON object, not `{value}`"
+        elif self.type == "named-path" and value.count("=") != 1:
+            return f"takes NAME=PATH, not `{value}`"
+        elif (
+            self.type == "named-path-or-json"
+            and value
+            and not (_is_object(value) or (value.count("=") == 1 and "," not in value))
+        ):
+            return f"takes NAME=PATH or a JSON object, not `{value}`"
         elif self.type == "key-values" and not _are_pairs(value):
             return f"takes KEY=NUMBER pairs with commas between them, not `{value}`"
         if self.choices is not None and converted not in self.choices:
@@ -103,6 +115,13 @@ def _is_json(value: str, *, pairs: bool) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_object(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except ValueError:
+        return False
 
 
 def _are_pairs(value: str) -> bool:
@@ -153,13 +172,14 @@ class VllmParser(Row):
         return self.arguments
 
     @functools.cached_property
-    def _by_word(self) -> dict[str, VllmArgument]:
+    def by_word(self) -> dict[str, VllmArgument]:
+        """Every spelling -> its argument."""
         return {word: argument for argument in self.arguments for word in (*argument.names, *argument.negated)}
 
     @property
     def known_words(self) -> tuple[str, ...]:
         """Every spelling of every argument."""
-        return tuple(self._by_word)
+        return tuple(self.by_word)
 
     def normal(self, word: str) -> str:
         """``word`` as the parser compares it: without ``=VALUE``, underscores of a long name turned into hyphens."""
@@ -169,26 +189,26 @@ class VllmParser(Row):
     def candidates(self, word: str) -> tuple[str, ...]:
         """The spellings that ``word`` may stand for: itself, or every one that it begins."""
         name = self.normal(word)
-        if name in self._by_word:
+        if name in self.by_word:
             return (name,)
         if not (self.words.abbreviations and name.startswith("--") and len(name) > len("--")):
             return ()
-        return tuple(known for known in self._by_word if known.startswith(name))
+        return tuple(known for known in self.by_word if known.startswith(name))
 
     def flag(self, word: str) -> VllmArgument | None:
         """The argument that ``word`` names, in any spelling that the parser takes; ``None`` where it names none, or several."""
         found = self.candidates(word)
-        return self._by_word[found[0]] if len(found) == 1 else None
+        return self.by_word[found[0]] if len(found) == 1 else None
 
     def nearest(self, word: str) -> str | None:
         """A known spelling that ``word`` may be a slip for."""
         name = self.normal(word)
-        near = difflib.get_close_matches(name, self._by_word, n=1, cutoff=0.75)
+        near = difflib.get_close_matches(name, self.by_word, n=1, cutoff=0.75)
         if near:
             return near[0]
         # `--chunked-prefill` for `--enable-chunked-prefill`.
         tail = name.removeprefix("--").removeprefix("no-")
-        return next((known for known in self._by_word if tail and known.endswith(f"-{tail}")), None)
+        return next((known for known in self.by_word if tail and known.endswith(f"-{tail}")), None)
 
 
 class VllmDefaults(Row):
@@ -236,12 +256,16 @@ class VllmRow(Row):
     long_context_chunks_above: int | None = None
     #: Whether the latent cache of DeepSeek V2 and V3 is kept as it is; else every head has its own keys and values.
     mla: bool = False
-    #: What the memory share is taken of: all that is used on the card, or what this process uses.
-    profiled_memory: Literal["card", "instance"] = "instance"
+    #: Sizes of an attention head that its kernels are compiled for.
+    head_sizes: tuple[int, ...] = ()
+    #: Model types whose context is capped to their sliding window by the attention backend of ``environment``.
+    capped_to_window: tuple[str, ...] = ()
     spellings: Mapping[str, Spelling] = Field(default_factory=dict)
     json_arguments: Mapping[str, Mapping[str, str]] = Field(default_factory=dict)
     #: Setting -> its values -> what they are called in the JSON.
     json_values: Mapping[str, Mapping[str, str]] = Field(default_factory=dict)
+    #: Quantisation method -> the words that go with it.
+    quantization_words: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
     #: Arguments whose value is a secret; every user of a host can read a command line.
     secret_flags: tuple[str, ...] = ()
     compressed_tensors: Mapping[str, int] = Field(default_factory=dict)
