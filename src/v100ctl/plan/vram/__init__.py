@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import lru_cache
 
 from v100ctl.models.types import ModelHeader
 from v100ctl.plan.types import GpuBudget
 from v100ctl.plan.vram import memory
-from v100ctl.plan.vram.memory import HOST
-from v100ctl.plan.vram.model import KNOWN, Hyper, Model, UnknownArchitectureError, of
-from v100ctl.plan.vram.types import Buffers, Card, Estimate, Launch, Speculative
+from v100ctl.plan.vram.architectures import Builder, kinds
+from v100ctl.plan.vram.graph import buffer_sizes
+from v100ctl.plan.vram.memory import HOST, Identity
+from v100ctl.plan.vram.model import KNOWN, Model, UnknownArchitectureError, of
+from v100ctl.plan.vram.pool import needs
+from v100ctl.plan.vram.types import CUBLAS_BYTES, V100_CONTEXT_BYTES, Buffers, Card, Estimate, Launch, Speculative
 
 __all__ = [
+    "CUBLAS_BYTES",
     "KNOWN",
+    "V100_CONTEXT_BYTES",
     "Buffers",
     "Card",
     "Estimate",
@@ -46,25 +52,39 @@ def estimate(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> Esti
             f"the file has no prediction layers ({model.hyper.architecture}.nextn_predict_layers), so it cannot draft by itself"
         )
     snapshots = speculative.depth if mtp and speculative and model.hyper.rolls_back else 0
-    devices = memory.placement(model.hyper.n_layer_all, launch, cards)
+    # Cards by their number, so that hosts that differ in nothing else share what is computed once.
+    used = tuple(dataclasses.replace(card, uuid=str(number)) for number, card in enumerate(_used(launch, cards)))
+    devices = memory.placement(model.hyper.n_layer_all, launch, used)
     buffers = _weights(model, launch, devices, prediction=mtp)
-    _add(buffers, _context(model, launch, devices, snapshots=snapshots, prediction=False))
-    if speculative is not None and (mtp or (speculative.kind == "draft" and speculative.draft)):
-        side = dataclasses.replace(launch, kv_type_k=speculative.kv_type_k, kv_type_v=speculative.kv_type_v, speculative=None)
-        side = dataclasses.replace(side, context_size=memory.sizes(model.hyper, launch).context)
+    plain = dataclasses.replace(launch, speculative=None)
+    drafted = speculative.depth if speculative and (speculative.kind != "mtp" or mtp) else 0
+    outputs = min(launch.batch_size, launch.parallel * (1 + drafted))
+    _add(buffers, _context(model, plain, devices, used, outputs=outputs, snapshots=snapshots))
+    if speculative is not None:
+        context = memory.sizes(model.hyper, launch).context
+        side = dataclasses.replace(plain, context_size=context, kv_type_k=speculative.kv_type_k, kv_type_v=speculative.kv_type_v)
         if mtp:
-            _add(buffers, _context(model, side, devices, snapshots=0, prediction=True))
-        elif speculative.draft:
+            _add(buffers, _context(model, side, devices, used, outputs=launch.parallel, prediction=True))
+        elif speculative.kind == "draft" and speculative.draft:
             draft = of(speculative.draft)
-            draft_devices = memory.placement(draft.hyper.n_layer_all, dataclasses.replace(side, gpu_layers=None), cards)
+            side = dataclasses.replace(side, gpu_layers=None)
+            draft_devices = memory.placement(draft.hyper.n_layer_all, side, used)
             _add(buffers, _weights(draft, side, draft_devices, prediction=False))
-            _add(buffers, _context(draft, side, draft_devices, snapshots=0, prediction=False))
+            _add(buffers, _context(draft, side, draft_devices, used, outputs=launch.parallel))
     if launch.backend == "cuda" and HOST in devices:
         notes.append(f"{devices[:-1].count(HOST)} of {model.hyper.n_layer_all} layers stay on the host")
-    budgets = {card.uuid: _budget(card, buffers.get(card.uuid)) for card in cards} if launch.backend == "cuda" else {}
+    named = {card.uuid: buffers.get(str(number)) for number, card in enumerate(_used(launch, cards))}
+    budgets = {card.uuid: _budget(card, named.get(card.uuid)) for card in cards} if launch.backend == "cuda" else {}
     host = buffers.get(HOST, Buffers())
-    host_bytes = {item.name: getattr(host, item.name) for item in dataclasses.fields(host) if item.name != "pool"}
-    return Estimate(budgets, host_bytes, tuple(notes), buffers)
+    host_bytes = {kind: getattr(host, kind) for kind in ("weights", "kv", "state", "compute", "output")}
+    return Estimate(budgets, host_bytes, tuple(notes), {name: part for name, part in named.items() if part} | {HOST: host})
+
+
+def _used(launch: Launch, cards: Sequence[Card]) -> Sequence[Card]:
+    """The cards that the engine spreads a model over."""
+    if launch.backend == "cpu":
+        return ()
+    return cards[:1] if launch.split_mode == "none" else cards
 
 
 def _budget(card: Card, used: Buffers | None) -> GpuBudget:
@@ -78,7 +98,7 @@ def _budget(card: Card, used: Buffers | None) -> GpuBudget:
         state_bytes=part.state,
         compute_bytes=part.compute + part.pool,
         output_bytes=part.output,
-        context_bytes=card.context_bytes if used else 0,
+        context_bytes=card.context_bytes + (card.library_bytes if part.library else 0) if used else 0,
     )
 
 
@@ -92,8 +112,17 @@ def _weights(model: Model, launch: Launch, devices: Sequence[str], *, prediction
     return {device: Buffers(weights=size) for device, size in taken.items()}
 
 
-def _context(model: Model, launch: Launch, devices: Sequence[str], *, snapshots: int, prediction: bool) -> dict[str, Buffers]:
-    """One context's cache, states, compute and output buffers."""
+def _context(
+    model: Model,
+    launch: Launch,
+    devices: Sequence[str],
+    cards: tuple[Card, ...],
+    *,
+    outputs: int,
+    snapshots: int = 0,
+    prediction: bool = False,
+) -> dict[str, Buffers]:
+    """One context's cache, states, compute and output buffers, by device."""
     hyper = model.hyper
     result: dict[str, Buffers] = {}
     for layer in memory.kv_layers(hyper, prediction=prediction):
@@ -104,22 +133,38 @@ def _context(model: Model, launch: Launch, devices: Sequence[str], *, snapshots:
             if hyper.recurrent[layer]:
                 backend = "cpu" if devices[layer] == HOST else launch.backend
                 _add(result, {devices[layer]: Buffers(state=memory.state_bytes(hyper, launch, backend, snapshots=snapshots))})
-    # Logits of one token a slot come back to the host (`output_reserve`).
+    # Logits come back to the host, one token's a slot (`output_reserve`).
     _add(result, {HOST: Buffers(output=4 * hyper.n_vocab * launch.parallel)})
-    for device in {*devices} - {HOST} or {HOST}:
-        _add(result, {device: Buffers(compute=_compute(hyper, launch))})
+    kinds_of_card = tuple((card.compute_capability, card.multiprocessors) for card in cards)
+    _add(result, _compute(Identity(model), launch, tuple(devices), kinds_of_card, outputs, snapshots, prediction))
     return result
 
 
-def _compute(hyper: Hyper, launch: Launch) -> int:
-    """The intermediate results that live at once for one micro-batch: twice the feed-forward width, a few times the embedding,
-    the mask, and without flash attention the attention scores."""
-    size = memory.sizes(hyper, launch)
-    tokens = size.tokens
-    width = max(*hyper.ff, hyper.ff_expert * hyper.n_expert_used)
-    mask = size.cells * tokens * (2 if launch.flash_attention else 4)
-    scores = 0 if launch.flash_attention else 4 * max(hyper.heads) * size.cells * tokens
-    return 4 * tokens * (2 * width + 4 * hyper.n_embd) + mask + scores
+@lru_cache(maxsize=4096)
+def _compute(
+    key: Identity,
+    launch: Launch,
+    devices: tuple[str, ...],
+    cards: tuple[tuple[str, int], ...],
+    outputs: int,
+    snapshots: int,
+    prediction: bool,
+) -> dict[str, Buffers]:
+    """Compute buffers, and what kernels take beside them, by device; ``cards``: compute capability and multiprocessors."""
+    model = key.model
+    builder = Builder(model, launch, devices, outputs=outputs, snapshots=snapshots, layers=kinds(model, devices))
+    graph = builder.build_prediction() if prediction else builder.build()
+    names = [str(number) for number in range(len(cards)) if str(number) in devices]
+    # With several cards four micro-batches are in flight (`GGML_SCHED_MAX_COPIES`), if nothing stays on the host.
+    copies = 4 if len(names) > 1 and HOST not in devices else 1
+    sizes = buffer_sizes(graph, names, launch.backend, copies=copies)
+    result = {device: Buffers(compute=size) for device, size in sizes.items()}
+    for name in names:
+        capability, multiprocessors = cards[int(name)]
+        products = [product for product in builder.products if product.device == name]
+        found = needs(products, capability, multiprocessors, force_mmq=launch.force_mmq)
+        _add(result, {name: Buffers(pool=found.pool_bytes, library=found.cublas)})
+    return result
 
 
 def largest_context(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> int:

@@ -19,7 +19,7 @@ from v100ctl.plan.vram.types import Card, Launch
 #: Where tensors of the host lie in results.
 HOST = "host"
 #: Buffers begin tensors at multiples of this: `ggml_backend_cuda_buffer_type_get_alignment`, `TENSOR_ALIGNMENT` of the CPU's.
-ALIGNMENT = {"cuda": 128, "cpu": 64}
+ALIGNMENT = {"cuda": 128, "cpu": 32}
 #: `MATRIX_ROW_PADDING`: CUDA pads the last row of a quantised tensor to a multiple of so many elements.
 _ROW_PADDING = 512
 #: Contexts are rounded up to this many cells.
@@ -150,24 +150,24 @@ _INPUT = ("token_embd.", "token_embd_norm.", "token_types.", "position_embd.")
 
 def weight_bytes(model: Model, launch: Launch, devices: Sequence[str], *, prediction: bool) -> dict[str, int]:
     """Weights by device. ``prediction``: whether the prediction layers are loaded (only where they draft)."""
-    return dict(_weight_bytes(_Identity(model), tuple(devices), launch.backend, prediction))
+    return dict(_weight_bytes(Identity(model), tuple(devices), launch.backend, prediction))
 
 
-class _Identity:
+class Identity:
     """A model as a cache key: two are the same where they are one object."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.model is self.model
+        return isinstance(other, Identity) and other.model is self.model
 
     def __hash__(self) -> int:
         return id(self.model)
 
 
 @lru_cache(maxsize=256)
-def _weight_bytes(key: _Identity, devices: tuple[str, ...], backend: str, prediction: bool) -> tuple[tuple[str, int], ...]:
+def _weight_bytes(key: Identity, devices: tuple[str, ...], backend: str, prediction: bool) -> tuple[tuple[str, int], ...]:
     model = key.model
     result: dict[str, int] = {}
     for weight in model.weights:

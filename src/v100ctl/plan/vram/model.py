@@ -132,6 +132,7 @@ class Model:
     hyper: Hyper
     weights: tuple[Weight, ...]
     tied: bool
+    by_name: Mapping[str, Weight]
 
 
 _cache: dict[int, tuple[weakref.ref[ModelHeader], Model]] = {}
@@ -162,8 +163,8 @@ def _prepare(header: ModelHeader) -> Model:
     for tensor in header.tensors:
         block = _BLOCK.match(tensor.name)
         weights.append(Weight(tensor.name, tensor.type, tensor.shape, tensor.size_bytes, int(block[1]) if block else None))
-    names = {weight.name for weight in weights}
-    return Model(_hyper(header), tuple(weights), "output.weight" not in names)
+    by_name = {weight.name: weight for weight in weights}
+    return Model(_hyper(header), tuple(weights), "output.weight" not in by_name, by_name)
 
 
 def _hyper(header: ModelHeader) -> Hyper:
