@@ -12,11 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.device import shapes
 from v100ctl.catalog import Catalog, load_catalog
-from v100ctl.catalog.profiles import Profile, load_profiles
+from v100ctl.catalog.profiles import Profile, ProfileModel, load_profiles
 from v100ctl.catalog.profiles_page import markdown
 from v100ctl.fleet import InstanceSpec, Settings
-from v100ctl.plan import llama_cpp
+from v100ctl.models.types import ModelHeader, Tensor
+from v100ctl.plan import llama_cpp, vllm, vram
 from v100ctl.plan.profiles import (
     ProfileEngineMismatchError,
     ProfileSettingsError,
@@ -278,6 +280,110 @@ def test_a_profile_of_llama_cpp_in_the_words_of_a_build(catalog: Catalog, name: 
     assert llama_cpp.check_argv(argv, parser) == []
     assert llama_cpp.meaningless_settings(spec.settings) == {}
     assert catalog.profiles[name].model.architecture in parser.architectures
+
+
+def test_every_profile_of_vllm_has_its_words(catalog: Catalog) -> None:
+    assert list(ARGV["vllm"]) == [row.id for row in catalog.profiles.values() if row.engine == "vllm"]
+    assert {name: tuple(cases) for name, cases in ARGV["vllm"].items()} == dict.fromkeys(ARGV["vllm"], catalog.vllm_versions)
+
+
+@pytest.mark.parametrize(("name", "version"), [(name, version) for name, cases in ARGV["vllm"].items() for version in cases])
+def test_a_profile_of_vllm_in_the_words_of_a_version(catalog: Catalog, name: str, version: str) -> None:
+    row = catalog.vllm(version)
+    parser = catalog.vllm_parser(version)
+    assert row is not None
+    assert parser is not None
+    case = ARGV["vllm"][name][version]
+    spec = resolve(instance(profile=name), catalog)
+    if "refused" in case:
+        with pytest.raises(vllm.UnspelledSettingError) as caught:
+            vllm.argv(spec, row, release_path="/r", model_path="/m", alias="chat")
+        assert caught.value.setting == case["refused"]
+        assert case["refused"] in vllm.meaningless_settings(spec.settings, row)
+        spec = resolve(instance(profile=name, settings=dict.fromkeys(case["without"])), catalog)
+    argv = vllm.argv(spec, row, release_path="/r", model_path="/m", alias="chat")
+    first = f"/r/bin/python -m {vllm.MODULE} --model /m --served-model-name chat --host 127.0.0.1 --port 8000"
+    assert " ".join(argv) == f"{first} {case['argv']}"
+    assert vllm.check_argv(argv, parser) == []
+    assert vllm.meaningless_settings(spec.settings, row) == {}
+    assert catalog.profiles[name].model.architecture in parser.architectures
+
+
+def header_of(model: ProfileModel, *, nextn: int) -> ModelHeader:
+    """The shape of the model (all recommended GGUF files are of one), its weights scaled to the bytes of the real file."""
+    shape = shapes.qwen35(nextn=nextn)
+    assert shape.architecture == model.architecture
+    size_bytes = model.size_bytes
+    assert size_bytes is not None
+    sizes = {name: shapes.tensor_bytes(kind, dimensions) for name, kind, dimensions in shape.tensors}
+    plain = sum(sizes[name] for name, kind, _ in shape.tensors if kind == "f32")
+    scale = (size_bytes - plain) / (sum(sizes.values()) - plain)
+    tensors = [
+        Tensor(name=name, type=kind, shape=dimensions, size_bytes=sizes[name] if kind == "f32" else int(sizes[name] * scale))
+        for name, kind, dimensions in shape.tensors
+    ]
+    arrays = {key: len(value) for key, value in shape.metadata.items() if isinstance(value, list)}
+    return ModelHeader(
+        format="gguf",
+        architecture=shape.architecture,
+        metadata={key: value for key, value in shape.metadata.items() if arrays.get(key, 0) <= 4096},
+        array_lengths=arrays,
+        tensors=tuple(tensors),
+        file_bytes=size_bytes,
+        parts=1,
+        expected_parts=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "spare_mib"),
+    [
+        # What is left of the card at the peak, at the least; 400 MiB are counted for the CUDA context.
+        ("llama-16gb-latency", 900),
+        ("llama-16gb-rescue", 3800),
+        ("llama-32gb-agents", 3000),
+        ("llama-32gb-concurrent", 14000),
+        ("llama-32gb-latency", 14000),
+        ("llama-32gb-mtp", 3000),
+    ],
+)
+def test_a_recommended_model_fits_its_card_with_the_profiles_settings(catalog: Catalog, name: str, spare_mib: int) -> None:
+    profile = catalog.profiles[name]
+    settings = profile.settings
+    drafts = settings.speculative is not None and settings.speculative.kind == "mtp"
+    row = catalog.llama_cpp_build(11434)
+    assert row is not None
+    launch = vram.Launch(
+        context_size=(settings.context_length or 0) * (settings.parallel or 1),
+        parallel=settings.parallel or 1,
+        batch_size=settings.batch_size or row.defaults.batch_size,
+        ubatch_size=settings.ubatch_size or row.defaults.ubatch_size,
+        kv_type_k=settings.kv_cache_type_k or "f16",
+        kv_type_v=settings.kv_cache_type_v or "f16",
+        speculative=vram.Speculative("mtp", settings.speculative.depth or 1) if drafts and settings.speculative else None,
+    )
+    total_bytes = V100_16GB_BYTES if "16gb" in name else V100_32GB_BYTES
+    card = vram.Card("GPU-0", total_bytes, reserve_bytes=0, context_bytes=400 * 1024**2, bandwidth_bytes_per_s=900e9)
+    header = header_of(profile.model, nextn=1 if drafts else 0)
+    estimate = vram.estimate(header, launch, [card])
+    assert estimate.budgets["GPU-0"].free_bytes >= spare_mib * 1024**2
+    assert vram.largest_context(header, launch, [card]) >= (settings.context_length or 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "card_mib"),
+    [
+        # A load of this very file put that on the card, says the deployment that the profile's `source` means.
+        ("llama-16gb-rescue", 11254.73),
+        # Listed as 13.703 GiB of VRAM beside other files of this model (sokann/Qwen3.6-27B-GGUF-4.256bpw).
+        ("llama-16gb-latency", 13.703 * 1024),
+    ],
+)
+def test_the_weights_on_the_card_are_what_others_saw(catalog: Catalog, name: str, card_mib: float) -> None:
+    card = vram.Card("GPU-0", V100_32GB_BYTES, reserve_bytes=0, context_bytes=0, bandwidth_bytes_per_s=900e9)
+    header = header_of(catalog.profiles[name].model, nextn=0)
+    estimate = vram.estimate(header, vram.Launch(context_size=4096), [card])
+    assert estimate.budgets["GPU-0"].weights_bytes == pytest.approx(card_mib * 1024**2, rel=0.002)
 
 
 def test_the_page_is_in_step_with_the_profiles() -> None:
