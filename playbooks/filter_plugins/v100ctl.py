@@ -89,7 +89,8 @@ def probe_request(hostvars: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config(hostvars: Mapping[str, Any]) -> Any:
     variables = _module("v100ctl.plan").ansible_variables(_PlainMapping(hostvars))
-    return _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables)
+    # The variables as they are too: Ansible's marks say in which file and line a wrong value stands.
+    return _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables, hostvars)
 
 
 def models_on_host(hostvars: Mapping[str, Any]) -> list[str]:

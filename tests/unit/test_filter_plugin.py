@@ -149,3 +149,18 @@ def test_plan_in_a_playbook_from_a_checkout(tmp_path: Path) -> None:
     result = subprocess.run([*command, str(tmp_path / "play.yml")], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(json.dumps(make_plan().to_role_variables()))
+
+
+def test_a_playbook_names_the_line_of_a_wrong_value(tmp_path: Path) -> None:
+    (tmp_path / "hosts.yml").write_text(
+        "all:\n  hosts:\n    h1:\n      ansible_connection: local\n      llama_cpp_backend: rocm\n"
+    )
+    (tmp_path / "play.yml").write_text(
+        "- hosts: all\n  gather_facts: false\n  tasks:\n"
+        "    - ansible.builtin.debug: {msg: '{{ hostvars[inventory_hostname] | v100ctl_probe_request }}'}\n"
+    )
+    environment = os.environ | {"ANSIBLE_FILTER_PLUGINS": str(PLUGIN.parent), "ANSIBLE_LOCAL_TEMP": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "ansible", "playbook", "-i", str(tmp_path / "hosts.yml"), str(tmp_path / "play.yml")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert f"({tmp_path}/hosts.yml:5:26)" in result.stdout + result.stderr
