@@ -198,16 +198,16 @@ def test_values_that_do_not_go_together_are_a_refusal(catalog: Catalog) -> None:
         (
             "llama-32gb-mtp",
             [Card()],
-            "made for 32.0 GB or more (V100 32 GB (PCIe or SXM2) or V100S); Tesla V100-PCIE-16GB has 16.9 GB",
+            "made for 29.8 GiB or more (V100 32 GB (PCIe or SXM2) or V100S); Tesla V100-PCIE-16GB has 15.8 GiB",
         ),
         ("llama-32gb-mtp", [Card(total_bytes=V100_32GB_BYTES)], None),
         # With ECC some MiB are missing, and that is still the card that is meant.
         ("llama-32gb-mtp", [Card(total_bytes=V100_32GB_BYTES - 20 * 1024**2)], None),
         ("llama-16gb-latency", [Card()], None),
-        ("llama-16gb-latency", [Card("Tesla P4", 8 * 1024**3)], "has 8.6 GB"),
+        ("llama-16gb-latency", [Card("Tesla P4", 8 * 1024**3)], "has 8.0 GiB"),
         # Two cards share one model layer by layer.
         ("llama-32gb-mtp", [Card(), Card()], None),
-        ("llama-32gb-mtp", [Card(), Card("Tesla P4", 8 * 1024**3)], "the 2 cards have together 25.5 GB"),
+        ("llama-32gb-mtp", [Card(), Card("Tesla P4", 8 * 1024**3)], "the 2 cards have together 23.8 GiB"),
         # No card, or one that does not tell: nothing to say.
         ("llama-32gb-mtp", [], None),
         ("llama-32gb-mtp", [Card(total_bytes=None)], None),

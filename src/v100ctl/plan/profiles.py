@@ -17,6 +17,7 @@ from v100ctl.catalog.profiles import Profile
 from v100ctl.catalog.rows import version_key
 from v100ctl.errors import V100ctlError
 from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Rule
 
 __all__ = [
@@ -141,13 +142,13 @@ def card_rules(name: str, spec: InstanceSpec, cards: Sequence[SizedCard], catalo
         for row in catalog.profiles.values()
         if row.engine == profile.engine and row.min_memory_bytes <= total_bytes and row.id != profile.id
     ]
-    wants = f"{_gb(profile.min_memory_bytes)} or more ({profile.card})"
+    wants = f"{gib(profile.min_memory_bytes)} or more ({profile.card})"
     has = f"{cards[0].name} has" if len(cards) == 1 else f"the {len(cards)} cards have together"
     yield Rule(
         "profile-card-too-small",
         "warn",
-        f"the profile `{profile.id}` is made for {wants}; {has} {_gb(total_bytes)}",
-        f"a profile for a smaller card: {', '.join(fitting)}" if fitting else f"a card with {_gb(profile.min_memory_bytes)}",
+        f"the profile `{profile.id}` is made for {wants}; {has} {gib(total_bytes)}",
+        f"a profile for a smaller card: {', '.join(fitting)}" if fitting else f"a card with {gib(profile.min_memory_bytes)}",
         instance=name,
     )
 
@@ -198,8 +199,3 @@ def _over(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(under, Mapping) and isinstance(value, Mapping) and value.get("kind") in (None, under.get("kind")):
             merged[key] = _over(under, value)
     return merged
-
-
-def _gb(value_bytes: int) -> str:
-    """Bytes as vendors count them, in GB (10^9): a profile's card is named so."""
-    return f"{value_bytes / 1e9:.1f} GB"
