@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from v100ctl.models.types import ModelHeader
@@ -16,13 +17,14 @@ from v100ctl.plan.vram import memory
 from v100ctl.plan.vram.architectures import Builder, kinds
 from v100ctl.plan.vram.graph import buffer_sizes
 from v100ctl.plan.vram.memory import HOST, Identity
-from v100ctl.plan.vram.model import KNOWN, Model, UnknownArchitectureError, of
+from v100ctl.plan.vram.model import KNOWN, MEASURED, Model, UnknownArchitectureError, of
 from v100ctl.plan.vram.pool import needs
 from v100ctl.plan.vram.types import CUBLAS_BYTES, V100_CONTEXT_BYTES, Buffers, Card, Estimate, Launch, Speculative
 
 __all__ = [
     "CUBLAS_BYTES",
     "KNOWN",
+    "MEASURED",
     "V100_CONTEXT_BYTES",
     "Buffers",
     "Card",
@@ -43,41 +45,106 @@ def estimate(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> Esti
         UnknownArchitectureError: nothing is known about how the architecture keeps its cache.
         V100ctlError: a KV type that does not exist or does not divide the model's rows.
     """
-    model = of(header)
-    speculative = launch.speculative
-    notes: list[str] = []
-    mtp = speculative is not None and speculative.kind == "mtp" and model.hyper.n_nextn > 0
-    if speculative is not None and speculative.kind == "mtp" and not mtp:
-        notes.append(
-            f"the file has no prediction layers ({model.hyper.architecture}.nextn_predict_layers), so it cannot draft by itself"
-        )
-    snapshots = speculative.depth if mtp and speculative and model.hyper.rolls_back else 0
-    # Cards by their number, so that hosts that differ in nothing else share what is computed once.
-    used = tuple(dataclasses.replace(card, uuid=str(number)) for number, card in enumerate(_used(launch, cards)))
-    devices = memory.placement(model.hyper.n_layer_all, launch, used)
-    buffers = _weights(model, launch, devices, prediction=mtp)
-    plain = dataclasses.replace(launch, speculative=None)
-    drafted = speculative.depth if speculative and (speculative.kind != "mtp" or mtp) else 0
-    outputs = min(launch.batch_size, launch.parallel * (1 + drafted))
-    _add(buffers, _context(model, plain, devices, used, outputs=outputs, snapshots=snapshots))
-    if speculative is not None:
-        context = memory.sizes(model.hyper, launch).context
-        side = dataclasses.replace(plain, context_size=context, kv_type_k=speculative.kv_type_k, kv_type_v=speculative.kv_type_v)
-        if mtp:
-            _add(buffers, _context(model, side, devices, used, outputs=launch.parallel, prediction=True))
-        elif speculative.kind == "draft" and speculative.draft:
-            draft = of(speculative.draft)
-            side = dataclasses.replace(side, gpu_layers=None)
-            draft_devices = memory.placement(draft.hyper.n_layer_all, side, used)
-            _add(buffers, _weights(draft, side, draft_devices, prediction=False))
-            _add(buffers, _context(draft, side, draft_devices, used, outputs=launch.parallel))
-    if launch.backend == "cuda" and HOST in devices:
-        notes.append(f"{devices[:-1].count(HOST)} of {model.hyper.n_layer_all} layers stay on the host")
+    asked = _asked(header, launch, cards)
+    buffers = _buffers(*asked.key)
+    model, devices = asked.model, asked.devices
+    notes = _notes(model, launch, devices)
     named = {card.uuid: buffers.get(str(number)) for number, card in enumerate(_used(launch, cards))}
     budgets = {card.uuid: _budget(card, named.get(card.uuid)) for card in cards} if launch.backend == "cuda" else {}
     host = buffers.get(HOST, Buffers())
     host_bytes = {kind: getattr(host, kind) for kind in ("weights", "kv", "state", "compute", "output")}
-    return Estimate(budgets, host_bytes, tuple(notes), {name: part for name, part in named.items() if part} | {HOST: host})
+    return Estimate(budgets, host_bytes, notes, {name: part for name, part in named.items() if part} | {HOST: host})
+
+
+def _notes(model: Model, launch: Launch, devices: Sequence[str]) -> tuple[str, ...]:
+    notes = []
+    hyper = model.hyper
+    if launch.speculative is not None and launch.speculative.kind == "mtp" and not hyper.n_nextn:
+        notes.append(
+            f"the file has no prediction layers (`{hyper.architecture}.nextn_predict_layers`): it cannot draft by itself"
+        )
+    if launch.backend == "cuda" and HOST in devices:
+        notes.append(
+            f"{devices.count(HOST)} of {len(devices)} layers stay on the host; what a card needs to help with a prompt is "
+            "not counted"
+        )
+    if hyper.architecture not in MEASURED:
+        notes.append(f"compute buffers of `{hyper.architecture}` follow the general graph and were not compared with the engine")
+    return tuple(notes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question in a form that hosts which differ in nothing that matters share: cards by number, no header objects."""
+
+    model: Model
+    launch: Launch
+    devices: tuple[str, ...]
+    cards: tuple[tuple[str, int], ...]
+    side: _Side | None
+
+    @property
+    def key(self) -> tuple[Identity, Launch, tuple[str, ...], tuple[tuple[str, int], ...], _Side | None]:
+        """Arguments of :func:`_buffers`."""
+        return Identity(self.model), self.launch, self.devices, self.cards, self.side
+
+
+def _asked(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> _Asked:
+    model = of(header)
+    used = tuple(dataclasses.replace(card, uuid=str(number)) for number, card in enumerate(_used(launch, cards)))
+    plain = dataclasses.replace(launch, speculative=None)
+    side = None
+    if launch.speculative is not None:
+        speculative = launch.speculative
+        draft = of(speculative.draft) if speculative.kind == "draft" and speculative.draft else None
+        drafted_on = memory.placement(draft.hyper.n_layer_all, dataclasses.replace(plain, gpu_layers=None), used) if draft else ()
+        side = _Side(
+            speculative.kind,
+            speculative.depth,
+            speculative.kv_type_k,
+            speculative.kv_type_v,
+            Identity(draft) if draft else None,
+            drafted_on,
+        )
+    devices = memory.placement(model.hyper.n_layer_all, plain, used)
+    return _Asked(model, plain, devices, tuple((card.compute_capability, card.multiprocessors) for card in used), side)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What drafts beside a model: a key for what is computed once."""
+
+    kind: str
+    depth: int
+    kv_type_k: str
+    kv_type_v: str
+    draft: Identity | None
+    devices: tuple[str, ...]
+
+
+@lru_cache(maxsize=1024)
+def _buffers(
+    key: Identity, launch: Launch, devices: tuple[str, ...], cards: tuple[tuple[str, int], ...], side: _Side | None
+) -> dict[str, Buffers]:
+    """Everything an instance allocates, by device; ``cards``: compute capability and multiprocessors. Not to be changed."""
+    model = key.model
+    hyper = model.hyper
+    mtp = side is not None and side.kind == "mtp" and hyper.n_nextn > 0
+    drafted = side.depth if side is not None and (side.kind != "mtp" or mtp) else 0
+    outputs = min(launch.batch_size, launch.parallel * (1 + drafted))
+    buffers = _weights(model, launch, devices, prediction=mtp)
+    _add(buffers, _context(model, launch, devices, cards, outputs=outputs, snapshots=drafted if mtp and hyper.rolls_back else 0))
+    if side is not None:
+        context = memory.sizes(hyper, launch).context
+        second = dataclasses.replace(launch, context_size=context, kv_type_k=side.kv_type_k, kv_type_v=side.kv_type_v)
+        if mtp:
+            _add(buffers, _context(model, second, devices, cards, outputs=launch.parallel, prediction=True))
+        elif side.draft is not None:
+            draft = side.draft.model
+            second = dataclasses.replace(second, gpu_layers=None)
+            _add(buffers, _weights(draft, second, side.devices, prediction=False))
+            _add(buffers, _context(draft, second, side.devices, cards, outputs=launch.parallel))
+    return buffers
 
 
 def _used(launch: Launch, cards: Sequence[Card]) -> Sequence[Card]:
@@ -116,7 +183,7 @@ def _context(
     model: Model,
     launch: Launch,
     devices: Sequence[str],
-    cards: tuple[Card, ...],
+    cards: tuple[tuple[str, int], ...],
     *,
     outputs: int,
     snapshots: int = 0,
@@ -135,23 +202,21 @@ def _context(
                 _add(result, {devices[layer]: Buffers(state=memory.state_bytes(hyper, launch, backend, snapshots=snapshots))})
     # Logits come back to the host, one token's a slot (`output_reserve`).
     _add(result, {HOST: Buffers(output=4 * hyper.n_vocab * launch.parallel)})
-    kinds_of_card = tuple((card.compute_capability, card.multiprocessors) for card in cards)
-    _add(result, _compute(Identity(model), launch, tuple(devices), kinds_of_card, outputs, snapshots, prediction))
+    _add(result, _compute(model, launch, tuple(devices), cards, outputs=outputs, snapshots=snapshots, prediction=prediction))
     return result
 
 
-@lru_cache(maxsize=4096)
 def _compute(
-    key: Identity,
+    model: Model,
     launch: Launch,
     devices: tuple[str, ...],
     cards: tuple[tuple[str, int], ...],
+    *,
     outputs: int,
     snapshots: int,
     prediction: bool,
 ) -> dict[str, Buffers]:
-    """Compute buffers, and what kernels take beside them, by device; ``cards``: compute capability and multiprocessors."""
-    model = key.model
+    """Compute buffers, and what kernels take beside them, by device."""
     builder = Builder(model, launch, devices, outputs=outputs, snapshots=snapshots, layers=kinds(model, devices))
     graph = builder.build_prediction() if prediction else builder.build()
     names = [str(number) for number in range(len(cards)) if str(number) in devices]
@@ -169,13 +234,34 @@ def _compute(
 
 def largest_context(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> int:
     """Tokens per request of the largest context that fits, in steps of 256 up to what the model was trained with; 0: none."""
-    trained = of(header).hyper.n_ctx_train or 1 << 20
+    asked = _asked(header, launch, cards)
+    room = tuple(
+        (card.total_bytes - card.reserve_bytes - card.context_bytes, card.library_bytes) for card in _used(launch, cards)
+    )
+    return _largest(*asked.key, room)
+
+
+@lru_cache(maxsize=1024)
+def _largest(
+    key: Identity,
+    launch: Launch,
+    devices: tuple[str, ...],
+    cards: tuple[tuple[str, int], ...],
+    side: _Side | None,
+    room: tuple[tuple[int, int], ...],
+) -> int:
+    """Tokens per request; ``room``: each card's bytes beside the CUDA context, and what cuBLAS takes of them."""
     slots = 1 if launch.kv_unified else launch.parallel
 
     def fits(tokens: int) -> bool:
-        return estimate(header, dataclasses.replace(launch, context_size=tokens * slots), cards).fits
+        buffers = _buffers(key, dataclasses.replace(launch, context_size=tokens * slots), devices, cards, side)
+        return all(
+            part.total + (library if part.library else 0) <= free
+            for number, (free, library) in enumerate(room)
+            if (part := buffers.get(str(number)))
+        )
 
-    low, high = 0, max(1, trained // 256)
+    low, high = 0, max(1, (key.model.hyper.n_ctx_train or 1 << 20) // 256)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(256 * middle) else (low, middle - 1)
@@ -189,28 +275,38 @@ def decode_ceiling_tps(header: ModelHeader, launch: Launch, cards: Sequence[Card
     layers at most the window); the recurrent states, read and written. Cards of a layer split work one after the other, so their
     times add up.
     """
-    model = of(header)
+    asked = _asked(header, launch, cards)
+    types = (launch.kv_type_k, launch.kv_type_v)
+    hyper = asked.model.hyper
+    bandwidth = {str(number): card.bandwidth_bytes_per_s for number, card in enumerate(_used(launch, cards))}
+    slowest = min(bandwidth.values(), default=0.0)
+    seconds = 0.0
+    for device, fixed, per_cell, per_windowed_cell in _read_bytes(Identity(asked.model), asked.devices, *types):
+        size = fixed + fill_tokens * per_cell + min(fill_tokens, hyper.window) * per_windowed_cell
+        seconds += size / bandwidth.get(device, slowest) if slowest else 0.0
+    return 1.0 / seconds if seconds else 0.0
+
+
+@lru_cache(maxsize=1024)
+def _read_bytes(key: Identity, devices: tuple[str, ...], kv_type_k: str, kv_type_v: str) -> list[tuple[str, float, int, int]]:
+    """What one token reads of each device: weights and states, and the bytes of a filled cell of full and of windowed layers."""
+    model = key.model
     hyper = model.hyper
-    devices = memory.placement(hyper.n_layer_all, launch, cards)
-    per_layer: dict[str, float] = {}
+    fixed = dict.fromkeys(devices, 0.0)
+    cell = dict.fromkeys(devices, 0)
+    windowed = dict.fromkeys(devices, 0)
     for weight in model.weights:
         if weight.layer is not None and weight.layer >= hyper.n_layer:
             continue
-        share = hyper.n_expert_used / hyper.n_expert if "_exps." in weight.name and hyper.n_expert else 1.0
-        where = devices[weight.layer] if weight.layer is not None else devices[-1]
         if weight.name == "token_embd.weight" and not model.tied:
             continue
-        per_layer[where] = per_layer.get(where, 0.0) + share * weight.size_bytes
-    for layer in memory.kv_layers(hyper, prediction=False):
-        cells = min(fill_tokens, hyper.window) if hyper.windowed[layer] else fill_tokens
-        size = memory.row_bytes(launch.kv_type_k, hyper.keys(layer))
-        size += 0 if hyper.latent else memory.row_bytes(launch.kv_type_v, hyper.values(layer))
-        per_layer[devices[layer]] = per_layer.get(devices[layer], 0.0) + cells * size
-    state = 2 * 4 * (hyper.conv_state + hyper.recurrent_state)
+        share = hyper.n_expert_used / hyper.n_expert if "_exps." in weight.name and hyper.n_expert else 1.0
+        fixed[devices[weight.layer] if weight.layer is not None else devices[-1]] += share * weight.size_bytes
     for layer in range(hyper.n_layer):
         if hyper.recurrent[layer]:
-            per_layer[devices[layer]] = per_layer.get(devices[layer], 0.0) + state
-    bandwidth = {card.uuid: card.bandwidth_bytes_per_s for card in cards}
-    slowest = min(bandwidth.values(), default=0.0)
-    seconds = sum(size / bandwidth.get(device, slowest) for device, size in per_layer.items()) if slowest else 0.0
-    return 1.0 / seconds if seconds else 0.0
+            fixed[devices[layer]] += 2 * 4 * (hyper.conv_state + hyper.recurrent_state)
+            continue
+        size = memory.row_bytes(kv_type_k, hyper.keys(layer))
+        size += 0 if hyper.latent else memory.row_bytes(kv_type_v, hyper.values(layer))
+        (windowed if hyper.windowed[layer] else cell)[devices[layer]] += size
+    return [(device, fixed[device], cell[device], windowed[device]) for device in fixed]

@@ -123,23 +123,30 @@ def placement(n_layer_all: int, launch: Launch, cards: Sequence[Card]) -> tuple[
     wanted = layers if launch.gpu_layers is None else max(0, launch.gpu_layers)
     if launch.backend == "cpu" or not cards:
         return (HOST,) * layers
-    used = list(cards[:1]) if launch.split_mode == "none" else list(cards)
+    used = cards[:1] if launch.split_mode == "none" else cards
+    free = tuple(card.total_bytes - card.reserve_bytes for card in used)
+    placed = _placed(layers, wanted, free if len(used) > 1 else (1,))
+    return tuple(HOST if number is None else used[number].uuid for number in placed)
+
+
+@lru_cache(maxsize=1024)
+def _placed(layers: int, wanted: int, free: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The number of each layer's card (None: the host)."""
     start, count = max(layers - wanted, 0), min(wanted, layers)
-    free = [_single(card.total_bytes - card.reserve_bytes) for card in used]
     total = 0.0
     sums = []
     for amount in free:
-        total = _single(total + amount)
+        total = _single(total + _single(amount))
         sums.append(total)
     splits = [_single(part / total) for part in sums]
 
-    def device(i: int) -> str:
+    def card(i: int) -> int | None:
         if i < start or i - start >= count:
-            return HOST
+            return None
         position = _single(_single(i - start) / _single(count))
-        return used[next(k for k, split in enumerate(splits) if position < split)].uuid
+        return next(k for k, split in enumerate(splits) if position < split)
 
-    return tuple(device(i) for i in range(layers))
+    return tuple(card(i) for i in range(layers))
 
 
 #: Tensors of no layer that go with the layers all the same, one copy for each device.

@@ -47,6 +47,9 @@ _IGNORES_WINDOW = frozenset({"phi3"})
 _LATENT = frozenset({"deepseek2"})
 KNOWN = _FULL | _WINDOWED.keys() | _HYBRID | _IGNORES_WINDOW | _LATENT
 
+#: Whose compute buffers were compared with those of the engine, on a card (docs/measurements/vram.md).
+MEASURED = frozenset(("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe", "deepseek2", "gpt-oss"))
+
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -127,7 +130,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Model:
-    """A header, prepared. Made once for each header (see :func:`of`)."""
+    """A header, prepared. Made once for each model (see :func:`of`)."""
 
     hyper: Hyper
     weights: tuple[Weight, ...]
@@ -135,21 +138,30 @@ class Model:
     by_name: Mapping[str, Weight]
 
 
-_cache: dict[int, tuple[weakref.ref[ModelHeader], Model]] = {}
+#: By header object, and by what is in it: a thousand hosts may each have read the same model.
+_by_object: dict[int, tuple[weakref.ref[ModelHeader], Model]] = {}
+_by_content: dict[tuple[Any, ...], Model] = {}
+_MODELS_MAX = 256
 
 
 def of(header: ModelHeader) -> Model:
-    """The prepared model; the same object for the same header object.
+    """The prepared model; the same object for headers that say the same.
 
     Raises:
         UnknownArchitectureError: the architecture's cache is not known, or the file is no GGUF.
     """
-    found = _cache.get(id(header))
+    found = _by_object.get(id(header))
     if found and found[0]() is header:
         return found[1]
-    model = _prepare(header)
+    content = (header.format, header.architecture, header.tensors, repr(header.metadata), repr(header.array_lengths))
+    model = _by_content.get(content)
+    if model is None:
+        model = _prepare(header)
+        while len(_by_content) >= _MODELS_MAX:
+            del _by_content[next(iter(_by_content))]
+        _by_content[content] = model
     key = id(header)
-    _cache[key] = (weakref.ref(header, lambda _: _cache.pop(key, None)), model)
+    _by_object[key] = (weakref.ref(header, lambda _: _by_object.pop(key, None)), model)
     return model
 
 

@@ -87,6 +87,11 @@ class Buffers:
     pool: int = 0
     library: bool = False
 
+    @property
+    def total(self) -> int:
+        """All of it, in bytes, beside the CUDA context."""
+        return self.weights + self.kv + self.state + self.compute + self.output + self.pool
+
     def plus(self, other: Buffers) -> Buffers:
         """Both together; the pool is one for each context."""
         return Buffers(
