@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -95,13 +96,37 @@ def fit(header: ModelHeader, launch: vram.Launch, cards: tuple[vram.Card, ...]) 
     Raises:
         UnknownArchitectureError: how this architecture keeps its cache is not known.
     """
-    estimate = vram.estimate(header, launch, cards)
+    # A fleet serves few models on many like cards: which card it is changes no figure.
+    alike = tuple(dataclasses.replace(card, uuid=str(number)) for number, card in enumerate(cards))
+    # A launch that holds a draft model's header cannot be a key, and few do.
+    drafts = launch.speculative is not None and launch.speculative.draft is not None
+    found = (_fit_alike.__wrapped__ if drafts else _fit_alike)(_SameHeader(header), launch, alike)
+    uuids = {str(number): card.uuid for number, card in enumerate(cards)}
+    return dataclasses.replace(found, budgets={uuids[key]: budget for key, budget in found.budgets.items()}, cards=cards)
+
+
+class _SameHeader:
+    """A header that is equal only to itself: comparing a thousand tensors costs more than what a cache saves."""
+
+    def __init__(self, header: ModelHeader) -> None:
+        self.header = header
+
+    def __hash__(self) -> int:
+        return id(self.header)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameHeader) and other.header is self.header
+
+
+@functools.lru_cache(maxsize=256)
+def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, ...]) -> Fit:
+    estimate = vram.estimate(same.header, launch, cards)
     return Fit(
         budgets=estimate.budgets,
-        largest_context_length=vram.largest_context(header, launch, cards),
+        largest_context_length=vram.largest_context(same.header, launch, cards),
         # A ceiling is given for a short context: the figure that published speeds are measured at.
-        decode_ceiling_tps=vram.decode_ceiling_tps(header, launch, cards, fill_tokens=0),
-        header=header,
+        decode_ceiling_tps=vram.decode_ceiling_tps(same.header, launch, cards, fill_tokens=0),
+        header=same.header,
         launch=launch,
         cards=cards,
     )
