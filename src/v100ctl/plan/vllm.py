@@ -257,7 +257,7 @@ def split_argv(
         word = words[position]
         position += 1
         if word == "--":
-            # What follows names no argument, whatever it looks like; the word itself is refused too (argparse before Python 3.13).
+            # What follows names no argument, whatever it looks like; the word itself is refused too (before Python 3.13).
             for rest in words[position - 1 :]:
                 yield rest, None, (), ()
             return
