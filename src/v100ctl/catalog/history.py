@@ -42,7 +42,8 @@ class Advice(_Row):
     """Something about a flag that the parser takes. All conditions that are given must hold.
 
     ``values`` are the values that it is about (``None``: any), ``above`` a number that they exceed.
-    ``compute_capability_below`` compares with the card's. ``first`` and ``last`` are builds of llama.cpp, ``versions`` is a specifier for vLLM (PEP 440).
+    ``compute_capability_below`` compares with the card's. ``first`` and ``last`` are builds of llama.cpp, ``versions`` is a
+    specifier for vLLM (PEP 440).
     """
 
     id: str
@@ -60,10 +61,11 @@ class Advice(_Row):
 
 
 class Variable(_Row):
-    """An environment variable. ``values`` restricts the row to some values."""
+    """An environment variable. ``values`` restricts the row to some values, ``versions`` to some of vLLM (PEP 440)."""
 
     name: str
     values: tuple[str, ...] | None = None
+    versions: str | None = None
     compute_capability_below: float | None = None
     verdict: Verdict = "ok"
     meaning: str

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -178,7 +179,7 @@ def _print_list(out: Console, command: CommandExplanation) -> None:
         out.print(Text.assemble((finding.verdict, _STYLE[finding.verdict]), f"  {_words(finding)}"))
         for line in (_meaning(finding), _why(finding)):
             if line:
-                out.print(Text(line), style="")
+                out.print(Padding(Text(line), (0, 0, 0, 2)))
 
 
 def _words(finding: Finding) -> str:

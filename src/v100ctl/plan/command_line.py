@@ -10,6 +10,7 @@ Shell quoting follows POSIX (XCU 2.2 to 2.7), units follow systemd.service(5) "C
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -68,7 +69,7 @@ class Command:
 @dataclass(frozen=True)
 class _Piece:
     text: str
-    kind: Literal["text", "variable", "opaque"] = "text"
+    kind: Literal["text", "variable", "array", "opaque"] = "text"
     quoted: bool = False
     default: str | None = None
 
@@ -340,10 +341,10 @@ class _Lexer:
             self.position = end
             return _Piece(text[start:end], "opaque", quoted)
         if following == "{":
-            match = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?:\[[@*0-9]+\])?(?::?-([^}\n]*))?\}").match(text, start)
+            match = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(\[[@*]\])?(?::?-([^}\n]*))?\}").match(text, start)
             if match:
                 self.position = match.end()
-                return _Piece(match[1], "variable", quoted, match[2])
+                return _Piece(match[1], "array" if match[2] else "variable", quoted, match[3])
             end = text.find("}", start)
             if end > 0:
                 self.position = end + 1
@@ -435,7 +436,13 @@ def _expand(word: _Word, variables: Mapping[str, str]) -> list[str]:
     current, started = "", False
     for piece in word.pieces:
         value = piece.text
-        if piece.kind == "variable":
+        if piece.kind == "array" and piece.text in variables:
+            fields += [*([current] if current else []), *_array(variables[piece.text], variables)]
+            current, started = "", False
+            continue
+        if piece.kind == "array":
+            value = f"${{{piece.text}[@]}}"
+        elif piece.kind == "variable":
             value = variables.get(piece.text) or piece.default or variables.get(piece.text, f"${piece.text}")
             if not piece.quoted:
                 parts = value.split()
@@ -453,6 +460,15 @@ def _expand(word: _Word, variables: Mapping[str, str]) -> list[str]:
     if started:
         fields.append(current)
     return fields
+
+
+def _array(text: str, variables: Mapping[str, str]) -> list[str]:
+    """The words of ``NAME=(...)``, whose text is kept as it was written."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        words = text.split()
+    return [re.sub(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)\}?", lambda match: variables.get(match[1], match[0]), word) for word in words]
 
 
 # --- finding programs -------------------------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from v100ctl.plan.explain.shared import (
     hidden,
     is_loopback,
     listening_finding,
+    published_findings,
     secret_finding,
     text_findings,
+    unseen_finding,
     wrapper_findings,
 )
 from v100ctl.plan.explain.types import Card, CommandExplanation, Finding, is_opaque, ordered, plain_dash
@@ -94,7 +96,7 @@ def explain_llama_server(command: Command, catalog: Catalog, build: int, history
     _words(command.words, reading)
     _environment_arguments(command.environment, reading)
     _gather(reading, environment)
-    _together(reading)
+    _together(command, reading)
     findings = (*text_findings(command), *reading.findings)
     return CommandExplanation(
         program=_PROGRAM,
@@ -184,6 +186,9 @@ def _unknown(word: str, original: tuple[str, ...], rest: tuple[str, ...], readin
         )
         _note(name, known, (value,) if known.arity else (), original, reading)
         return 0
+    if is_opaque(word):
+        reading.findings.append(unseen_finding(original))
+        return 0
     if not word.startswith("-"):
         reading.findings.append(_stray(original, reading))
         return 0
@@ -252,7 +257,8 @@ def _known(word: str, flag: ParserFlag, values: tuple[str, ...], original: tuple
     meaning = _meaning(flag, reading)
     bare = next((row for row in reading.history.bare_flags if set(row.names) & set(flag.names)), None)
     swallowed = bool(values) and values[-1].startswith("-") and parser.flag(values[-1]) is not None
-    if problems:
+    deprecated = problems[0] if problems and problems[0].kind == "deprecated" else None
+    if problems and deprecated is None:
         problem = problems[0]
         verdict, identity = _judged(problem, flag)
         reason = re.sub(rf"^`{re.escape(word)}`:? ?", "", problem.message)
@@ -263,9 +269,7 @@ def _known(word: str, flag: ParserFlag, values: tuple[str, ...], original: tuple
             identity, reason, nearest = "bare-flag", bare.reason + has, f"`{bare.instead}`"
             reading.wish.settings |= bare.settings
         reading.findings.append(Finding(original, verdict, identity, meaning, reason, nearest))
-        if problem.kind == "deprecated" and problem.meant and len(problem.meant.split()) == 2:
-            _note(word, flag, (problem.meant.split()[1],), original, reading)
-        elif swallowed and (inner := parser.flag(values[-1])) is not None and inner.arity == 0:
+        if swallowed and (inner := parser.flag(values[-1])) is not None and inner.arity == 0:
             _note(values[-1], inner, (), values[-1:], reading)
         return
     if swallowed:
@@ -290,6 +294,9 @@ def _known(word: str, flag: ParserFlag, values: tuple[str, ...], original: tuple
             reason=f"said again later: `{' '.join(original)}` counts" if old.verdict == "ok" else old.reason,
             settings={},
         )
+    if deprecated is not None and values and deprecated.meant and deprecated.meant.startswith(f"{word} "):
+        # `-c 8192abc`: what the engine reads of it.
+        values = (deprecated.meant.removeprefix(f"{word} "),)
     _note(word, flag, values, original, reading)
     value = values[0] if values else None
     advice = next(
@@ -302,25 +309,27 @@ def _known(word: str, flag: ParserFlag, values: tuple[str, ...], original: tuple
         ),
         None,
     )
-    settings = _settings_of(word, flag, values, reading)
-    reading.findings.append(
-        Finding(
-            original,
-            advice.verdict if advice else "ok",
-            advice.id if advice else "ok",
-            meaning,
-            advice.reason if advice else None,
-            advice.nearest if advice else None,
-            settings,
+    found = Finding(original, "ok", "ok", meaning, settings=_settings_of(word, flag, values, reading))
+    if advice is not None:
+        found = replace(found, verdict=advice.verdict, id=advice.id, reason=advice.reason, nearest=advice.nearest)
+    elif deprecated is not None:
+        former = reading.history.former(LlamaCppParser.normal(word))
+        meant = former.instead if former and former.instead else deprecated.meant
+        found = replace(
+            found,
+            verdict="renamed" if meant else "ignored",
+            id="deprecated-flag",
+            reason=re.sub(rf"^`{re.escape(word)}`:? ?", "", deprecated.message),
+            nearest=f"`{meant}`" if meant else None,
         )
-    )
+    reading.findings.append(found)
 
 
 def _judged(problem: ArgvProblem, flag: ParserFlag) -> tuple[Verdict, str]:
     if problem.kind == "refused":
-        return ("fails", "prints-and-ends") if flag.exits else ("refused", "removed-flag")
-    if problem.kind == "deprecated":
-        return ("renamed", "deprecated-flag") if problem.meant else ("ignored", "deprecated-flag")
+        return (
+            ("fails", "prints-and-ends") if flag.exits else ("refused", "not-compiled" if flag.needs_option else "removed-flag")
+        )
     return "refused", {"value": "value-refused", "missing-value": "value-missing"}.get(problem.kind, "unknown-flag")
 
 
@@ -534,14 +543,17 @@ def _judge(reading: _Reading, said: _Said, found: Finding) -> None:
         reading.findings.append(found)
 
 
-def _together(reading: _Reading) -> None:
+def _together(command: Command, reading: _Reading) -> None:
     """What flags mean together, and what is missing."""
     said = reading.said
     _cache(reading)
     _slots(reading)
     host = said.get("--host")
     has_key = reading.wish.has_key
-    if host is not None and host.value is not None and not is_opaque(host.value) and not is_loopback(host.value) and not has_key:
+    if command.image is not None:
+        if not has_key:
+            reading.findings += published_findings(command)
+    elif host is not None and host.value and not is_opaque(host.value) and not is_loopback(host.value) and not has_key:
         _judge(reading, host, listening_finding(host.words, host.value))
     for name in reading.row.secret_flags:
         flag = reading.parser.flag(name)

@@ -22,8 +22,10 @@ from v100ctl.plan.explain.shared import (
     hidden,
     is_loopback,
     listening_finding,
+    published_findings,
     secret_finding,
     text_findings,
+    unseen_finding,
     wrapper_findings,
 )
 from v100ctl.plan.explain.types import Card, CommandExplanation, Finding, is_opaque, ordered, plain_dash
@@ -84,7 +86,7 @@ def explain_vllm(command: Command, catalog: Catalog, version: str, history: Hist
     _image(command, catalog, reading)
     _version(reading)
     reading.findings += wrapper_findings(command)
-    environment = list(environment_findings(command, "vllm", history, card))
+    environment = list(environment_findings(command, "vllm", history, card, version))
     reading.findings += environment
     pieces = list(_cut(command.words, parser, serves=reading.serves))
     for index, piece in enumerate(pieces):
@@ -93,7 +95,7 @@ def explain_vllm(command: Command, catalog: Catalog, version: str, history: Hist
         if len(whole.words) > len(piece.words):
             pieces[index + 1] = replace(pieces[index + 1], kind="taken")
     _gather(reading, environment, has_key="VLLM_API_KEY" in command.environment)
-    _together(reading)
+    _together(command, reading)
     return CommandExplanation(
         program="vllm",
         typed=command.typed,
@@ -286,6 +288,9 @@ def _positional(piece: _Piece, reading: _Reading) -> None:
         reading.model = value
         reading.findings.append(Finding(piece.words, "ok", "ok", meaning=_meaning(("model_tag",), reading)))
         return
+    if is_opaque(value):
+        reading.findings.append(unseen_finding(piece.words))
+        return
     name = before.words[0] if before is not None and after_switch else None
     flag = reading.parser.flag(name) if name else None
     if flag is not None and name is not None and flag.is_switch and before is not None and value.lower() in ("true", "false"):
@@ -437,7 +442,7 @@ def _settings_of(argument: VllmArgument, values: tuple[str, ...], reading: _Read
     for path, spelling in row.spellings.items():
         if isinstance(spelling, str):
             if spelling in names and values:
-                value = typed(path, values[0])
+                value = typed(path, _plain_number(values[0]) if argument.type == "human-integer" else values[0])
                 return {path: value} if value is not None else {}
         elif any(word.partition("=")[0] in names for words in spelling.values() for word in words):
             if not argument.is_switch and argument.type != "boolean":
@@ -448,6 +453,12 @@ def _settings_of(argument: VllmArgument, values: tuple[str, ...], reading: _Read
             value = typed(path, "true" if on else "false")
             return {path: value} if value is not None else {}
     return {}
+
+
+def _plain_number(value: str) -> str:
+    """``8k`` as 8000 and ``8K`` as 8192, as the versions that read such numbers do (vllm/engine/arg_utils.py)."""
+    match = re.fullmatch(r"([0-9]+)([kKmM])", value)
+    return str(int(match[1]) * {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}[match[2]]) if match else value
 
 
 def _json_settings(text: str, keys: Mapping[str, str], row: VllmRow) -> dict[str, Any]:
@@ -522,7 +533,7 @@ def _judge(reading: _Reading, said: _Said, found: Finding) -> None:
         reading.findings.append(found)
 
 
-def _together(reading: _Reading) -> None:
+def _together(command: Command, reading: _Reading) -> None:
     """What arguments mean together, on the card, and what is missing."""
     said, row, card = reading.said, reading.row, reading.card
     _model(reading)
@@ -564,16 +575,7 @@ def _together(reading: _Reading) -> None:
             secret,
             secret_finding(secret.words, "`VLLM_API_KEY` from a file that only its reader may read, or `api_keys`"),
         )
-    host = said.get("--host")
-    if not reading.wish.has_key and (host is None or not is_opaque(host.values[0])):
-        address = host.values[0] if host is not None else "every address (no `--host`)"
-        if host is None or not is_loopback(address):
-            found = listening_finding(host.words if host is not None else ("vllm",), address)
-            if host is None:
-                reading.findings.append(found)
-                reading.wish.listen = "0.0.0.0"  # noqa: S104 - said to the reader, not bound
-            else:
-                _judge(reading, host, found)
+    _listening(command, reading)
     cards = said.get("--tensor-parallel-size")
     if cards is not None and reading.wish.gpus is not None and cards.values[0].isdecimal():
         wanted = int(cards.values[0])
@@ -589,6 +591,20 @@ def _together(reading: _Reading) -> None:
                     nearest=f"`--tensor-parallel-size {len(reading.wish.gpus)}`",
                 ),
             )
+
+
+def _listening(command: Command, reading: _Reading) -> None:
+    """Who can reach the server; without ``--host`` it listens everywhere."""
+    if reading.wish.has_key:
+        return
+    host = reading.said.get("--host")
+    if command.image is not None:
+        reading.findings += published_findings(command)
+    elif host is None:
+        reading.findings.append(listening_finding(("vllm",), "every address (no `--host`)"))
+        reading.wish.listen = "0.0.0.0"  # noqa: S104 - said to the reader, not bound
+    elif not is_opaque(host.values[0]) and not is_loopback(host.values[0]):
+        _judge(reading, host, listening_finding(host.words, host.values[0]))
 
 
 def _model(reading: _Reading) -> None:

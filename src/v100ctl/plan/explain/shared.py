@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import ipaddress
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from v100ctl.catalog.history import Advice, History
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from v100ctl.catalog.history import Advice, History, Variable
 from v100ctl.plan.command_line import DASHES, Command
 from v100ctl.plan.explain.types import HIDDEN, Card, Engine, Finding, is_opaque, looks_secret
 
@@ -58,7 +62,9 @@ def _without_assigned_secrets(words: Sequence[str]) -> Iterator[str]:
         yield f"{name}={HIDDEN}" if separator and looks_secret(name) else word
 
 
-def environment_findings(command: Command, engine: Engine, history: History, card: Card) -> Iterator[Finding]:
+def environment_findings(
+    command: Command, engine: Engine, history: History, card: Card, version: str | None = None
+) -> Iterator[Finding]:
     """Variables that the text sets, as far as anything is known about them."""
     visible = command.environment.get("CUDA_VISIBLE_DEVICES")
     order = command.environment.get("CUDA_DEVICE_ORDER")
@@ -82,7 +88,7 @@ def environment_findings(command: Command, engine: Engine, history: History, car
         if name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
             continue
         rows = [row for row in history.environment if row.name == name]
-        row = next((item for item in rows if _variable_applies(item.values, item.compute_capability_below, value, card)), None)
+        row = next((item for item in rows if _variable_applies(item, value, card, version)), None)
         if row is None:
             continue
         secret = row.secret or looks_secret(name)
@@ -98,8 +104,12 @@ def environment_findings(command: Command, engine: Engine, history: History, car
         )
 
 
-def _variable_applies(values: tuple[str, ...] | None, below: float | None, value: str, card: Card) -> bool:
-    return (values is None or value in values) and (below is None or card.capability < below)
+def _variable_applies(row: Variable, value: str, card: Card, version: str | None) -> bool:
+    if row.values is not None and value not in row.values:
+        return False
+    if row.versions is not None and version is not None and Version(version) not in SpecifierSet(row.versions):
+        return False
+    return row.compute_capability_below is None or card.capability < row.compute_capability_below
 
 
 def _visible_devices(value: str, order: str | None, engine: Engine) -> Finding:
@@ -223,6 +233,30 @@ def listening_finding(words: tuple[str, ...], host: str) -> Finding:
         reason="anyone on that network may use the server",
         nearest="`listen: 127.0.0.1`, or `api_keys`",
     )
+
+
+def published_findings(command: Command) -> Iterator[Finding]:
+    """Ports of a container that others than the host itself can reach; inside, a server has to listen on every address."""
+    options = next((wrapper for wrapper in command.wrappers if wrapper[-1:] == (command.image,)), ())
+    for word, following in itertools.pairwise(options):
+        joined = re.match(r"(?:-p|--publish=)(.+)", word)
+        port = following if word in ("-p", "--publish") else joined[1] if joined else None
+        if port is not None and not re.match(r"(127\.[0-9.]+|localhost|\[?::1\]?):", port):
+            yield Finding(
+                ("-p", port),
+                "unwise",
+                "listen-unauthenticated",
+                meaning="publishes the container's port without a key",
+                reason="a port without an address is published on every one, past the firewall's own rules",
+                nearest=f"`-p 127.0.0.1:{port if ':' in port else f'{port}:{port}'}`, or `api_keys`",
+            )
+        elif (following == "host" and word in ("--network", "--net")) or word in ("--network=host", "--net=host"):
+            yield listening_finding((word, following) if "=" not in word else (word,), "every address of the host")
+
+
+def unseen_finding(words: tuple[str, ...]) -> Finding:
+    """A variable that the text does not set: it may hold any number of arguments."""
+    return Finding(words, "ok", "unseen-words", reason="the text does not set it; what it holds is not seen here")
 
 
 def secret_finding(words: tuple[str, ...], nearest: str) -> Finding:
