@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,3 +235,12 @@ def test_a_setting_without_a_spelling_is_refused() -> None:
 
 def test_merge_helper_keeps_the_base() -> None:
     assert merge({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}}) == {"a": {"b": 3, "c": 2}}
+
+
+def test_the_plan_counts_a_compiler_as_the_build_script_does() -> None:
+    import runpy
+
+    from v100ctl.plan.rules.host import BUILD_JOB_BYTES
+
+    script = Path(__file__).parents[2] / "roles/llama_cpp/files/build_release.py"
+    assert runpy.run_path(str(script))["JOB_MEMORY_BYTES"] == BUILD_JOB_BYTES

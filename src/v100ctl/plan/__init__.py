@@ -29,10 +29,10 @@ from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
 from v100ctl.plan.models import MODELS_DIR, model_path, model_specs, planned_models
 from v100ctl.plan.render import MANAGED_HEADER
-from v100ctl.plan.rules.host import distribution_of, host_rules, space_rules
+from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, limit_rules, space_rules
 from v100ctl.plan.rules.instance import fleet_of_one_rules
 from v100ctl.plan.types import Account, Directory, HostPlan, Unit
-from v100ctl.plan.units import DIGEST_VARIABLE, local_url, unit_name
+from v100ctl.plan.units import DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
 
 __all__ = [
     "DIGEST_VARIABLE",
@@ -113,6 +113,8 @@ def plan(
         *planner.host_verdicts,
         *fleet_of_one_rules(config),
         *planner.instance_verdicts,
+        *limit_rules(facts, LIMIT_NOFILE),
+        *build_rules(planner.releases, facts, builds_here=planner.builds_here),
         *space_rules(planner.releases, models, facts, planner.llama_cpp_row, builds_here=planner.builds_here),
     ]
     return with_host_json(

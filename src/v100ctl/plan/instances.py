@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from datetime import date
@@ -23,6 +24,7 @@ from v100ctl.plan.rules.host import distribution_of
 from v100ctl.plan.rules.instance import (
     argv_rules,
     extra_args_rules,
+    host_memory_rules,
     instance_rules,
     kv_kernel_rules,
     placement_rules,
@@ -225,6 +227,7 @@ class Planner:
             start_timeout_s=START_TIMEOUT_S,
             context_length=llama_cpp.context_per_request(spec.settings),
             parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
+            parser_argv=llama_cpp.parser_argv(argv),
             gpus=tuple(card.key for card in chosen),
         )
 
@@ -239,7 +242,12 @@ class Planner:
         if row is None:
             return
         self.instance_verdicts += header_rules(name, spec, header, self.config, row, self.catalog)
-        if header.format != "gguf" or not self._chosen.get(name):
+        if header.format != "gguf" or llama_cpp.meaningless_settings(spec.settings):
+            return
+        if not self._on_cards(spec):
+            self._judge_host_memory(name, spec, header)
+            return
+        if not self._chosen.get(name):
             return
         draft: ModelHeader | None = None
         for item in list(model_specs(spec))[1:]:
@@ -259,6 +267,15 @@ class Planner:
             self._fits[name] = fit(header, launch_of(spec, row, self.config.llama_cpp_backend, draft), cards)
         except vram.UnknownArchitectureError as error:
             self.instance_verdicts.append(memory_unknown_rule(name, error.message))
+
+    def _judge_host_memory(self, name: str, spec: InstanceSpec, header: ModelHeader) -> None:
+        row = self.llama_cpp_row
+        if row is None or len(list(model_specs(spec))) > 1:
+            return
+        # Nothing is known of such an architecture; the file's size is judged all the same.
+        with contextlib.suppress(vram.UnknownArchitectureError):
+            estimate = vram.estimate(header, launch_of(spec, row, "cpu", None), ())
+            self.instance_verdicts += host_memory_rules(name, sum(estimate.host_bytes.values()), spec, self.facts)
 
     def _decide_fits(self) -> None:
         names = {card.key: f"card {card.index} ({card.name})" for card in self._cards}

@@ -104,3 +104,37 @@ def space_rules(
 def distribution_of(facts: Facts, catalog: Catalog) -> Distribution | None:
     """The catalog's row of the host's distribution."""
     return catalog.distribution(facts.distribution.id, facts.distribution.version_id)
+
+
+#: What one compiler may take at its peak (`JOB_MEMORY_BYTES` of the build script, which runs as many at once as memory allows).
+BUILD_JOB_BYTES = 2 * 1024**3
+
+
+def memory_bytes(facts: Facts) -> int:
+    """What programs on the host can have in all: its memory, or less where a container is limited. 0 where it is not known."""
+    return min(facts.memory.total_bytes, facts.memory.limit_bytes or facts.memory.total_bytes)
+
+
+def build_rules(releases: tuple[Release, ...], facts: Facts, *, builds_here: bool) -> Iterator[Rule]:
+    """Is there memory to compile what is missing?"""
+    missing = any((found := facts.release(release.path)) is None or found.problem for release in releases)
+    total_bytes = memory_bytes(facts)
+    if builds_here and missing and 0 < total_bytes < BUILD_JOB_BYTES:
+        yield Rule(
+            "memory-for-build",
+            "warn",
+            f"the host has {gib(total_bytes)} of memory; one compiler may take {gib(BUILD_JOB_BYTES)}",
+            "`llama_cpp_build_on: HOST` with a host that has more; a release that was made there is copied",
+        )
+
+
+def limit_rules(facts: Facts, wanted_nofile: int) -> Iterator[Rule]:
+    """What the host cannot give: it is planned for with less, and that is no drift."""
+    hard = facts.limits.nofile_hard
+    if hard is not None and hard < wanted_nofile:
+        yield Rule(
+            "limit-nofile",
+            "info",
+            f"units ask for {wanted_nofile} open files, and this host allows {hard}: they get that",
+            "`ulimit -Hn` of the container or of PID 1 raised, where many connections are expected",
+        )

@@ -9,6 +9,7 @@ from v100ctl.catalog import Catalog, LlamaCppBuild
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.plan import llama_cpp
+from v100ctl.plan.rules.host import memory_bytes
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Model, Rule
 
@@ -203,13 +204,38 @@ def placement_rules(
                 instance=name,
             )
     size_bytes = model.size_bytes or (facts.models[model.path].size_bytes if model.path in facts.models else 0)
+    total_bytes = memory_bytes(facts)
     # Weights that go to a card are only mapped while they are copied; the processor's own must stay in memory.
-    if not on_cards and size_bytes and facts.memory.total_bytes and size_bytes > facts.memory.total_bytes:
+    if not on_cards and size_bytes and total_bytes and size_bytes > total_bytes:
         yield Rule(
             "model-above-memory",
             "refuse",
-            f"the model's {gib(size_bytes)} do not fit into the host's {gib(facts.memory.total_bytes)} of memory",
+            f"the model's {gib(size_bytes)} do not fit into the host's {gib(total_bytes)} of memory",
             "a smaller model or quantisation",
+            instance=name,
+        )
+    locked_bytes = facts.limits.memlock_hard_bytes
+    locks = "mlock" in (spec.settings.load_mode or "")
+    # The unit asks for no limit; a container's own ceiling stays.
+    if locks and size_bytes and locked_bytes is not None and locked_bytes < size_bytes:
+        yield Rule(
+            "limit-memlock",
+            "warn",
+            f"`load_mode: {spec.settings.load_mode}` locks {gib(size_bytes)} into memory; this host allows {gib(locked_bytes)}",
+            "`load_mode: none`, or the container's memlock limit raised",
+            instance=name,
+        )
+
+
+def host_memory_rules(name: str, needed_bytes: int, spec: InstanceSpec, facts: Facts) -> Iterator[Rule]:
+    """On the processor: do weights, cache and buffers fit into the host's memory together?"""
+    total_bytes = memory_bytes(facts)
+    if total_bytes and needed_bytes > total_bytes:
+        yield Rule(
+            "memory-too-small",
+            "refuse",
+            f"weights, cache and buffers take {gib(needed_bytes)}, and the host has {gib(total_bytes)} of memory",
+            "a shorter `context_length`, fewer `parallel`, or a smaller quantisation",
             instance=name,
         )
 
