@@ -1,6 +1,6 @@
 """Measure what llama-server takes of a card, per model shape and setting, and write it as JSON.
 
-    python3 measure_vram.py --server BUILD/bin/llama-server --out vram.json [--resume] [--budget-s 500] [--devices 0,1]
+    python3 -m tests.device.measure_vram --server BUILD/bin/llama-server --out vram.json [--resume] [--devices 0,1]
 
 Each run starts a real server on a file of :mod:`shapes` with everything on the card, reads the buffers it prints, and asks
 `nvidia-smi` for the card's use before the load, after it, and all along a prompt that fills the context. It only reads: no
@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import shapes
+from tests.device import shapes
 
 LOAD_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 90.0
@@ -75,7 +75,6 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 
 #: `0.01 I load_tensors:        CUDA0 model buffer size =  4403.48 MiB`
-_KEPT = re.compile(r"MiB|n_seq_max|n_ctx|n_ubatch|fused|pipeline|graph|error|ggml_cuda")
 _BUFFER = re.compile(r"(\w+):\s+(\S+)\s+(model|KV|RS|output|compute) buffer size = +([\d.]+) MiB")
 
 
@@ -189,7 +188,6 @@ def measure(case: dict[str, Any], server: Path, folder: Path, devices: list[int]
         poll.stop()
     text = log_path.read_text(errors="replace")
     result["buffers"] = buffers(text)
-    result["log"] = [line for line in text.splitlines() if _KEPT.search(line)]
     if "error" in result:
         result["log_end"] = text[-3000:]
     return result
@@ -224,7 +222,9 @@ def main() -> None:
             result = measure(case, options.server, folder, cards, 8500 + cards[0])
             with lock:
                 document["runs"].append(result)
-                options.out.write_text(json.dumps(document, indent=1))
+                runs = ",\n".join(json.dumps(run) for run in document["runs"])
+                head = json.dumps({**document, "runs": []})
+                options.out.write_text(f"{head[:-2]}\n{runs}\n]}}\n")
                 print(result["model"], result["args"], result.get("highest_mib"), result.get("error", ""), flush=True)
 
     with tempfile.TemporaryDirectory() as name:

@@ -430,17 +430,23 @@ def deepseek2(
     n_expert: int = 64,
     n_expert_used: int = 6,
     n_shared: int = 2,
+    q_rank: int = 0,
     n_vocab: int = 102400,
     weight: str = "q4_K",
 ) -> Shape:
-    """Latent attention: one compressed head for K and V. DeepSeek-V2-Lite."""
+    """Latent attention: one compressed head for K and V. DeepSeek-V2-Lite; with ``q_rank`` as DeepSeek-V3 routes and projects."""
     build = _Builder(weight)
     build.ends(n_embd, n_vocab, tied=False)
     for i in range(n_layer):
         block = f"blk.{i}."
         build.vector(block + "attn_norm.weight", n_embd)
         build.vector(block + "attn_kv_a_norm.weight", rank)
-        build.matrix(block + "attn_q.weight", n_embd, n_head * (nope + rope))
+        if q_rank:
+            build.matrix(block + "attn_q_a.weight", n_embd, q_rank)
+            build.vector(block + "attn_q_a_norm.weight", q_rank)
+            build.matrix(block + "attn_q_b.weight", q_rank, n_head * (nope + rope))
+        else:
+            build.matrix(block + "attn_q.weight", n_embd, n_head * (nope + rope))
         build.matrix(block + "attn_kv_a_mqa.weight", n_embd, rank + rope)
         build.matrix(block + "attn_k_b.weight", nope, rank, n_head, kind="q8_0")
         build.matrix(block + "attn_v_b.weight", rank, value, n_head, kind="q8_0")
@@ -449,6 +455,8 @@ def deepseek2(
             build.dense(i, n_embd, n_ff)
         else:
             build.experts(i, n_embd, n_ff_expert, n_expert, shared=n_shared * n_ff_expert)
+            if q_rank:
+                build.vector(block + "exp_probs_b.bias", n_expert)
     keys = _keys(
         "deepseek2",
         n_vocab,
@@ -473,6 +481,13 @@ def deepseek2(
         rope__dimension_count=rope,
         rope__freq_base=10000.0,
     )
+    if q_rank:
+        keys |= {
+            "deepseek2.attention.q_lora_rank": q_rank,
+            "deepseek2.expert_gating_func": 2,
+            "deepseek2.expert_weights_norm": True,
+            "deepseek2.expert_weights_scale": 2.5,
+        }
     return Shape("deepseek2", keys, tuple(build.tensors))
 
 
