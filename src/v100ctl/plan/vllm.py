@@ -293,15 +293,19 @@ def check_argv(words: Sequence[str], parser: VllmParser, *, former: Mapping[str,
     style, arguments = arguments_of(words)
     former = former or {}
     problems: list[ArgvProblem] = []
+    if "--config" in arguments:
+        # The file's lines take the place of these two words, before anything is parsed.
+        position = arguments.index("--config")
+        if position + 1 == len(arguments):
+            problems.append(ArgvProblem("--config", "missing-value", "`--config` needs a file, and nothing follows"))
+        del arguments[position : position + 2]
     switch: str | None = None
     model_given = False
     for word, argument, values, spellings in split_argv(arguments, parser):
         if argument is None:
             if style == "serve" and not model_given and not spellings and word != "--" and _is_value(word, parser):
                 model_given = True
-            elif parser.normal(word) == "--config":
-                pass
-            else:
+            elif style != "serve" or not word.startswith("--config="):
                 problems.append(_unknown(word, spellings, parser, former, switch))
             switch = word if word.startswith("-") else None
             continue

@@ -445,8 +445,8 @@ class _Check:
             fits = math.floor((1 - (beside / budget.total_bytes)) * 100) / 100
             yield self.refuse(
                 "vllm-utilization-too-high",
-                f"{utilization:.2f} of {gib(budget.total_bytes)} leaves {gib(budget.total_bytes * (1 - utilization))}, and CUDA's "
-                f"context, captured graphs and a margin take {gib(beside)} beside that share",
+                f"{utilization:.2f} of {gib(budget.total_bytes)} leaves {gib(budget.total_bytes * (1 - utilization))}, and CUDA "
+                f"itself, captured graphs and a margin take {gib(beside)} beside that share",
                 f"`gpu_memory_utilization: {fits:.2f}`",
             )
             if fits < utilization:
@@ -494,6 +494,18 @@ def vllm_argv_rules(name: str, problems: Sequence[ArgvProblem]) -> Iterator[Rule
             f"`{problem.meant}`" if problem.meant else "leave it out",
             instance=name,
         )
+
+
+def vllm_unspelled_rule(name: str, row: VllmRow, error: vllm.UnspelledSettingError, catalog: Catalog) -> Rule:
+    """This version has no words for what a setting says."""
+    able = [version for version in error.versions(catalog.vllm_rows) if version != row.version]
+    return Rule(
+        "setting-unspelled",
+        "refuse",
+        f"vLLM {row.version} has no way to say `{error.setting}: {error.value}`",
+        f"leave `{error.setting}` out" + (f", or `vllm_version: {able[-1]}`" if able else ""),
+        instance=name,
+    )
 
 
 def vllm_extra_args_rules(name: str, spec: InstanceSpec, row: VllmRow) -> Iterator[Rule]:
