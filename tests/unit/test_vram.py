@@ -73,15 +73,9 @@ def printed(run: dict[str, Any], device: str, kind: str) -> list[float]:
     return found[:2] if kind == "compute" and "draft-mtp" in run["args"] else found
 
 
-def v100(memory_mib: int = 32501, uuid: str = "GPU-0", **values: Any) -> Card:
-    """A V100 as CUDA sees it."""
-    fields = {"reserve_bytes": 0, "context_bytes": vram.V100_CONTEXT_BYTES, "bandwidth_bytes_per_s": BANDWIDTH, **values}
-    return Card(uuid, memory_mib * MIB, **fields)
-
-
-@pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']} {run['args']}")
-def test_prediction_against_a_real_card(run: dict[str, Any]) -> None:
-    cards = [
+def measured_cards(run: dict[str, Any]) -> list[Card]:
+    """The cards of a measured run, as the engine names them."""
+    return [
         Card(
             f"CUDA{number}",
             total_bytes=143771 * MIB,
@@ -94,6 +88,17 @@ def test_prediction_against_a_real_card(run: dict[str, Any]) -> None:
         )
         for number in range(run.get("cards", 1))
     ]
+
+
+def v100(memory_mib: int = 32501, uuid: str = "GPU-0", **values: Any) -> Card:
+    """A V100 as CUDA sees it."""
+    fields = {"reserve_bytes": 0, "context_bytes": vram.V100_CONTEXT_BYTES, "bandwidth_bytes_per_s": BANDWIDTH, **values}
+    return Card(uuid, memory_mib * MIB, **fields)
+
+
+@pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']} {run['args']}")
+def test_prediction_against_a_real_card(run: dict[str, Any]) -> None:
+    cards = measured_cards(run)
     estimate = vram.estimate(header(run["model"]), launch_of(run["args"]), cards)
     assert estimate.notes == ()
     for number, card in enumerate(cards):
