@@ -65,8 +65,10 @@ def launch_of(spec: InstanceSpec, row: LlamaCppBuild, backend: Literal["cuda", "
     )
 
 
-def cards_of(chosen: Sequence[HostCard], context_bytes: int, taken_bytes: Mapping[str, int]) -> tuple[vram.Card, ...]:
-    """Cards as the memory model takes them. ``taken_bytes``: what others hold, by card key.
+def cards_of(
+    chosen: Sequence[HostCard], taken_bytes: Mapping[str, int], *, margin_bytes: int = MARGIN_BYTES
+) -> tuple[vram.Card, ...]:
+    """Cards as the memory models take them. ``taken_bytes``: what others hold, by card key.
 
     Reserved are the margin, what others hold, and what the driver keeps of the total that it reports (driver 570 and later count
     their own share in; older ones report less).
@@ -75,11 +77,22 @@ def cards_of(chosen: Sequence[HostCard], context_bytes: int, taken_bytes: Mappin
         vram.Card(
             uuid=card.key,
             total_bytes=card.total_bytes or 0,
-            reserve_bytes=MARGIN_BYTES + _driver_bytes(card) + taken_bytes.get(card.key, 0),
-            context_bytes=context_bytes,
+            reserve_bytes=margin_bytes + _driver_bytes(card) + taken_bytes.get(card.key, 0),
+            context_bytes=CUDA_CONTEXT_BYTES,
             bandwidth_bytes_per_s=float((card.row.bandwidth_bytes_per_s if card.row else None) or 0),
+            compute_capability=card.compute_capability or "7.0",
         )
         for card in chosen
+    )
+
+
+def cuda_cards(cards: tuple[vram.Card, ...], chosen: Sequence[HostCard]) -> tuple[vram.Card, ...]:
+    """The same cards with the total that CUDA itself reports, for an engine that takes a share of that."""
+    return tuple(
+        dataclasses.replace(
+            card, total_bytes=card.total_bytes - _driver_bytes(host), reserve_bytes=card.reserve_bytes - _driver_bytes(host)
+        )
+        for card, host in zip(cards, chosen, strict=True)
     )
 
 

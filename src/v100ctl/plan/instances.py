@@ -9,14 +9,15 @@ from datetime import date
 
 from v100ctl.catalog import Catalog
 from v100ctl.catalog.speeds import speeds_like
+from v100ctl.catalog.vllm import VllmRow
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.models.types import ModelHeader
-from v100ctl.plan import llama_cpp, profiles, vram
+from v100ctl.plan import llama_cpp, profiles, vllm, vllm_memory, vram
 from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
-from v100ctl.plan.fit import CUDA_CONTEXT_BYTES, Fit, cards_of, fit, launch_of
+from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
 from v100ctl.plan.models import model_path, model_specs
 from v100ctl.plan.rules.engine import engine_rules
 from v100ctl.plan.rules.gpu import bus_rules, busy_rules, fabric_rules, others_bytes, presence_rules
@@ -31,8 +32,20 @@ from v100ctl.plan.rules.instance import (
     unspelled_rule,
 )
 from v100ctl.plan.rules.model import fit_rules, header_rules, header_unread_rule, memory_unknown_rule
+from v100ctl.plan.rules.vllm import (
+    capability_of,
+    quantization_method,
+    vllm_argv_rules,
+    vllm_extra_args_rules,
+    vllm_rules,
+    vllm_sharing_rules,
+    vllm_unspelled_rule,
+)
 from v100ctl.plan.types import CudaDecision, DriverDecision, GpuBudget, Instance, ManagedFile, Model, Release, Rule
 from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_name
+
+#: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
+_BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 class Planner:
@@ -96,6 +109,9 @@ class Planner:
         for name, spec in self._specs.items():
             if name not in self._unresolved:
                 self._decide_instance(name, spec)
+        resolved = self.config.model_copy(update={"llm_server_instances": self._specs})
+        keys = {name: [card.key for card in cards] for name, cards in self._chosen.items()}
+        self.host_verdicts += vllm_sharing_rules(resolved, keys, self.catalog)
         self._decide_fits()
         for name, found in self._fits.items():
             if name in self.instances:
@@ -163,6 +179,8 @@ class Planner:
             )
         if spec.engine == "llama_cpp" and row is not None:
             self._decide_llama_cpp(name, spec, model)
+        elif spec.engine == "vllm":
+            self._decide_vllm(name, spec, model)
 
     def _decide_llama_cpp(self, name: str, spec: InstanceSpec, model: Model) -> None:
         row, release = self.llama_cpp_row, next(iter(self.releases), None)
@@ -177,7 +195,6 @@ class Planner:
             self.instance_verdicts += problems
             return
         alias = spec.settings.served_model_name or name
-        draft = next((model_path(item) for item in list(model_specs(spec))[1:]), None)
         try:
             argv = llama_cpp.argv(
                 self.config,
@@ -187,7 +204,7 @@ class Planner:
                 release_path=release.path,
                 model_path=model.path,
                 alias=alias,
-                draft_model_path=draft,
+                draft_model_path=self._draft_path(spec),
             )
         except llama_cpp.UnspelledSettingError as error:
             self.instance_verdicts.append(unspelled_rule(name, row, error, self.catalog))
@@ -196,17 +213,106 @@ class Planner:
         chosen = self._chosen.get(name, ())
         environment = {}
         if chosen:
-            # CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
-            environment = {
-                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-                "CUDA_VISIBLE_DEVICES": ",".join(card.visible_as for card in chosen),
-            }
-        file, environment, digest = render_unit(
+            environment = {**_BY_BUS, "CUDA_VISIBLE_DEVICES": ",".join(card.visible_as for card in chosen)}
+        self._add_instance(
+            name,
+            spec,
+            argv,
+            environment,
+            release_path=release.path,
+            health_path=row.health_path,
+            context_length=llama_cpp.context_per_request(spec.settings),
+            parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
+        )
+
+    def _decide_vllm(self, name: str, spec: InstanceSpec, model: Model) -> None:
+        row = self.catalog.vllm(self.config.vllm_version)
+        header = self.headers.get(model.path, "nobody has read it")
+        if isinstance(header, str):
+            self.instance_verdicts.append(header_unread_rule(name, header, on_cards=True))
+        chosen = self._chosen.get(name, ())
+        # The user's own share is its margin.
+        cards = self._memory_cards(chosen, margin_bytes=0)
+        cards = cuda_cards(cards, chosen) if cards else ()
+        known = None if isinstance(header, str) else header
+        self.instance_verdicts += vllm_rules(name, spec, self.config, self.facts, row, known, cards, self.catalog)
+        if row is None or not row.launchable:
+            return
+        problems = [*vllm_extra_args_rules(name, spec, row)]
+        self.instance_verdicts += problems
+        if problems or vllm.meaningless_settings(spec.settings, row):
+            return
+        release_path = f"{llama_cpp.ENGINES_DIR}/vllm/{row.version}"
+        try:
+            argv = vllm.argv(
+                spec,
+                row,
+                release_path=release_path,
+                model_path=model.path,
+                alias=spec.settings.served_model_name or name,
+                gpu_count=max(len(chosen), 1),
+                draft_model_path=self._draft_path(spec),
+            )
+        except vllm.UnspelledSettingError as error:
+            self.instance_verdicts.append(vllm_unspelled_rule(name, row, error, self.catalog))
+            return
+        parser = self.catalog.vllm_parser(row.version)
+        if parser is not None:
+            found = vllm.check_argv(argv, parser, former=row.former_arguments)
+            self.instance_verdicts += vllm_argv_rules(name, found)
+        environment = {**_BY_BUS, **vllm.environment(spec, row)}
+        if chosen:
+            # It reads this variable as numbers: a UUID there is an error.
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(card.index) for card in chosen)
+        self._add_instance(
+            name,
+            spec,
+            argv,
+            environment,
+            release_path=release_path,
+            health_path=row.health_path,
+            context_length=vllm.context_per_request(spec.settings),
+            parallel=vllm.requests_at_once(spec.settings, row),
+        )
+        if known is not None and known.format == "safetensors" and cards:
+            self._fit_vllm(name, spec, row, known, cards)
+
+    def _fit_vllm(self, name: str, spec: InstanceSpec, row: VllmRow, header: ModelHeader, cards: tuple[vram.Card, ...]) -> None:
+        method = quantization_method(spec.settings, header, capability_of(cards))
+        launch = vllm_memory.launch_of(spec.settings, row, method)
+        limit = vllm_memory.context_limit(header, spec.settings, row)
+        context = vllm.context_per_request(spec.settings)
+        # The rules have said already what is not known about the model.
+        with contextlib.suppress(vllm_memory.UnknownModelError):
+            found = vllm_memory.estimate(header, launch, row, cards, limit=limit.tokens if limit else context)
+            self.instances[name] = dataclasses.replace(
+                self.instances[name],
+                budgets=found.budgets,
+                largest_context_length=found.largest_context,
+                decode_ceiling_tps=vllm_memory.decode_ceiling_tps(header, launch, row, cards, fill_tokens=0) or None,
+            )
+
+    def _draft_path(self, spec: InstanceSpec) -> str | None:
+        return next((model_path(item) for item in list(model_specs(spec))[1:]), None)
+
+    def _add_instance(
+        self,
+        name: str,
+        spec: InstanceSpec,
+        argv: tuple[str, ...],
+        environment: Mapping[str, str],
+        *,
+        release_path: str,
+        health_path: str,
+        context_length: int,
+        parallel: int,
+    ) -> None:
+        file, complete, digest = render_unit(
             name,
             engine=spec.engine,
             argv=argv,
             environment=environment,
-            release_path=release.path,
+            release_path=release_path,
             model_sha256s=tuple(item.sha256 for item in model_specs(spec)),
         )
         self.files[name] = file
@@ -215,21 +321,27 @@ class Planner:
             unit=unit_name(name),
             engine=spec.engine,
             argv=argv,
-            environment=environment,
+            environment=complete,
             digest=digest,
-            release_path=release.path,
-            model_path=model.path,
-            model_alias=alias,
+            release_path=release_path,
+            model_path=model_path(spec.model),
+            model_alias=spec.settings.served_model_name or name,
             listen=spec.listen,
             port=spec.port,
-            health_url=local_url(spec, row.health_path),
+            health_url=local_url(spec, health_path),
             completion_url=local_url(spec, "/v1/chat/completions"),
             start_timeout_s=START_TIMEOUT_S,
-            context_length=llama_cpp.context_per_request(spec.settings),
-            parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
-            parser_argv=llama_cpp.parser_argv(argv),
-            gpus=tuple(card.key for card in chosen),
+            context_length=context_length,
+            parallel=parallel,
+            gpus=tuple(card.key for card in self._chosen.get(name, ())),
         )
+
+    def _memory_cards(self, chosen: Sequence[HostCard], *, margin_bytes: int = MARGIN_BYTES) -> tuple[vram.Card, ...]:
+        """The cards as the memory models take them; none where the size of one is not known."""
+        ours = {unit_name(other) for other in self._specs} | set(self._going)
+        taken = {card.key: others_bytes(card, ours) for card in chosen}
+        cards = cards_of(chosen, taken, margin_bytes=margin_bytes)
+        return cards if all(card.total_bytes for card in cards) else ()
 
     # Models and memory
 
@@ -256,11 +368,8 @@ class Planner:
                 self.instance_verdicts.append(memory_unknown_rule(name, f"the draft model's header was not read ({found})"))
                 return
             draft = found
-        ours = {unit_name(other) for other in self._specs} | set(self._going)
-        chosen = self._chosen[name]
-        taken = {card.key: others_bytes(card, ours) for card in chosen}
-        cards = cards_of(chosen, CUDA_CONTEXT_BYTES, taken)
-        if not all(card.total_bytes for card in cards):
+        cards = self._memory_cards(self._chosen[name])
+        if not cards:
             self.instance_verdicts.append(memory_unknown_rule(name, "the card's memory size is not known"))
             return
         try:

@@ -1,9 +1,9 @@
 """Facts in, plan out: one folder a case.
 
 ``facts.json`` is a probe's document, ``fleet.yml`` an inventory with one host, ``headers.yml`` (where there is one) says what is
-known of each model, by its path on the host: the name of a shape in ``tests/device/shapes.py``, a header as data, or a text that
-says why it could not be read. ``expected.json`` has the verdict, every rule that refuses or warns with its severity, the
-rules that inform where they matter, words that its reasons must hold, and figures of instances.
+known of each model, by its path on the host: the name of a shape in ``tests/device/shapes.py`` or of a checkpoint below, a
+header as data, or a text that says why it could not be read. ``expected.json`` has the verdict, every rule that refuses or warns
+with its severity, the rules that inform where they matter, words that its reasons must hold, and figures of instances.
 
 A case can be tried by hand: ``v100ctl plan -i fleet.yml --offline --facts facts.json``.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import yaml
 
 from tests.device.shapes import MODELS, tensor_bytes
 from tests.unit.factory import AS_OF
+from tests.unit.vllm_models import AWQ, GPTQ, QWEN25_14B, model
 from v100ctl.facts import Facts
 from v100ctl.fleet import parse_config
 from v100ctl.models.types import ModelHeader, Tensor
@@ -44,15 +46,24 @@ def shape_header(name: str) -> ModelHeader:
     )
 
 
+#: Folders of safetensors, by the names that ``headers.yml`` uses.
+CHECKPOINTS: dict[str, Callable[[], ModelHeader]] = {
+    "qwen2.5-14b": lambda: model(QWEN25_14B),
+    "qwen2.5-14b-gptq": lambda: model(QWEN25_14B, GPTQ),
+    "qwen2.5-14b-awq": lambda: model(QWEN25_14B, AWQ),
+    "qwen2.5-32b-gptq": lambda: model({**QWEN25_14B, "num_hidden_layers": 64, "intermediate_size": 27648}, GPTQ),
+}
+
+
 def headers(folder: Path) -> dict[str, ModelHeader | str]:
     """What ``headers.yml`` says."""
-    path = folder / "headers.yml"
+    file = folder / "headers.yml"
     known: dict[str, ModelHeader | str] = {}
-    for model, value in (yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}).items():
+    for path, value in (yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}).items():
         if isinstance(value, str):
-            known[model] = shape_header(value) if value in MODELS else value
+            known[path] = shape_header(value) if value in MODELS else CHECKPOINTS[value]() if value in CHECKPOINTS else value
         else:
-            known[model] = ModelHeader.model_validate(value)
+            known[path] = ModelHeader.model_validate(value)
     return known
 
 
@@ -108,6 +119,9 @@ def test_there_are_enough_cases_and_both_sides_of_every_rule() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in sorted(source_folder.rglob("*.py")))
     ids = set(re.findall(r'(?:Rule\(\s*|rule_id = )"([a-z0-9-]+)"', source))
     spoken = {rule_id for case in expected for rule_id in case["rules"]}
+    # Rules that need a model's configuration in detail are tried on both sides there.
+    elsewhere = (Path(__file__).parents[1] / "test_vllm_rules.py").read_text(encoding="utf-8")
+    spoken |= {rule_id for rule_id in ids if f'"{rule_id}"' in elsewhere}
     silent = {rule_id for case in expected for rule_id in ids - set(case["rules"])}
     assert ids - spoken == set(), "rules that no case provokes"
     assert ids - silent == set()
