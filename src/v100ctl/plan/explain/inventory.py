@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from v100ctl.fleet import Settings
+from v100ctl.fleet import InstanceSpec, Settings
 from v100ctl.plan.explain.types import Engine, is_opaque
 
 
@@ -51,6 +52,14 @@ class Wish:
             lines.append(f"    extra_args: {_scalar(self.extra_args)}")
         return "\n".join(lines) + "\n"
 
+    def instance(self) -> InstanceSpec | None:
+        """The instance that the plan's rules are asked about; ``None`` where the inventory could not hold these settings."""
+        model = {"path": "/model", "sha256": "0" * 64}
+        try:
+            return InstanceSpec.model_validate({"engine": self.engine, "model": model, "settings": self._settings()})
+        except ValidationError:
+            return None
+
     def _model(self) -> list[str]:
         lines = ["    model:"]
         model = self.model
@@ -91,8 +100,6 @@ class Wish:
 
 def typed(path: str, value: str) -> Any | None:
     """``value`` as the inventory would have it, ``None`` where the inventory does not take it."""
-    from pydantic import ValidationError
-
     head, _, tail = path.partition(".")
     if head not in Settings.model_fields:
         return None

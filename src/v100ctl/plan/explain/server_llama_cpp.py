@@ -10,28 +10,32 @@ from typing import Any
 from v100ctl.catalog import Catalog
 from v100ctl.catalog.history import FormerFlag, History, Verdict
 from v100ctl.catalog.llama_cpp import LlamaCppBuild, LlamaCppParser, ParserFlag
+from v100ctl.fleet import parse_config
 from v100ctl.plan.argv import ArgvProblem
 from v100ctl.plan.command_line import Command
 from v100ctl.plan.explain.inventory import Wish, typed
 from v100ctl.plan.explain.shared import (
+    add_to,
     advice_applies,
     environment_findings,
     hidden,
     is_loopback,
     listening_finding,
     published_findings,
+    rule_findings,
     secret_finding,
+    settings_said,
     text_findings,
     unseen_finding,
     wrapper_findings,
 )
 from v100ctl.plan.explain.types import Card, CommandExplanation, Finding, is_opaque, ordered, plain_dash
 from v100ctl.plan.llama_cpp import check_argv, split_argv
+from v100ctl.plan.rules.instance import instance_rules, kv_kernel_rules
 
 _PROGRAM = "llama-server"
 #: What the engine listens on where nothing is said (common/common.h: hostname and port).
 _DEFAULT_PORT = 8080
-_QUANTISED = re.compile(r"(i?q[0-9]|tq)")
 #: Flags that name a model which is not a file of the host.
 _REMOTE_MODELS = ("--hf-repo", "--docker-repo")
 
@@ -96,6 +100,7 @@ def explain_llama_server(command: Command, catalog: Catalog, build: int, history
     _words(command.words, reading)
     _environment_arguments(command.environment, reading)
     _gather(reading, environment)
+    _rules(catalog, reading)
     _together(command, reading)
     findings = (*text_findings(command), *reading.findings)
     return CommandExplanation(
@@ -546,7 +551,6 @@ def _judge(reading: _Reading, said: _Said, found: Finding) -> None:
 def _together(command: Command, reading: _Reading) -> None:
     """What flags mean together, and what is missing."""
     said = reading.said
-    _cache(reading)
     _slots(reading)
     host = said.get("--host")
     has_key = reading.wish.has_key
@@ -572,61 +576,31 @@ def _together(command: Command, reading: _Reading) -> None:
             nearest="`--split-mode layer`",
         )
         _judge(reading, split, found)
-    batch, ubatch = _number(said.get("--batch-size")), _number(said.get("--ubatch-size"))
-    if ubatch is not None and ubatch > (reading.row.defaults.batch_size if batch is None else batch):
-        words = said["--ubatch-size"].words + (said["--batch-size"].words if batch is not None else ())
-        reading.findings.append(
-            Finding(
-                words,
-                "ignored",
-                "ubatch-above-batch",
-                reason="the physical batch cannot be above the logical one: the engine lowers it",
-                nearest=f"`--batch-size {ubatch}` too",
-            )
+    ubatch = _number(said.get("--ubatch-size"))
+    if ubatch is not None and "--batch-size" not in said and ubatch > reading.row.defaults.batch_size:
+        found = Finding(
+            said["--ubatch-size"].words,
+            "unwise",
+            "ubatch-above-batch",
+            reason=f"above the batch size, {reading.row.defaults.batch_size} where it is not said: the engine lowers it",
+            nearest=f"`--batch-size {ubatch}` too",
         )
+        _judge(reading, said["--ubatch-size"], found)
 
 
-def _cache(reading: _Reading) -> None:
-    said, row = reading.said, reading.row
-    attention = said.get("--flash-attn")
-    wished = reading.wish.settings.get("flash_attention")
-    off = wished == "off" or (attention is not None and attention.value in ("off", "0", "false", "disabled"))
-    type_k, type_v = (
-        item.value if (item := said.get(name)) is not None and item.value else row.defaults.kv_cache_type
-        for name in ("--cache-type-k", "--cache-type-v")
-    )
-    if not {type_k, type_v} <= set(reading.parser.kv_cache_types):
+def _rules(catalog: Catalog, reading: _Reading) -> None:
+    """The plan's own rules about these settings; what they refuse is put right in the snippet."""
+    wish = reading.wish
+    spec = wish.instance()
+    if spec is None:
         return
-    words = tuple(
-        word for name in ("--cache-type-k", "--cache-type-v", "--flash-attn") if name in said for word in said[name].words
-    )
-    if off and _QUANTISED.match(type_v) and row.quantised_v_needs_flash_attention:
-        reading.findings.append(
-            Finding(
-                words,
-                "fails",
-                "quantised-v-needs-flash-attention",
-                reason=f"a {type_v} V cache with flash attention off is refused at start",
-                nearest="`--flash-attn on`, or `--cache-type-v f16`",
-            )
-        )
-        reading.wish.settings["flash_attention"] = "on"
-        reading.wish.comments.append(f"flash_attention was off, which a {type_v} V cache does not allow: on")
-    elif not off:
-        kernel = row.cuda_flash_attention.kernel(type_k, type_v)
-        if kernel != "compiled":
-            slow = (
-                "converted to f16 at every step" if kernel == "converted" else "computed by the processor, tens of times slower"
-            )
-            reading.findings.append(
-                Finding(
-                    words,
-                    "unwise",
-                    "cache-types-without-kernel",
-                    reason=f"a default CUDA build has no flash-attention kernel for K {type_k} with V {type_v}: they are {slow}",
-                    nearest="the same type for both, f16, q8_0 or q4_0",
-                )
-            )
+    config = parse_config("explained", {"llama_cpp_backend": "cuda"})
+    rules = [*instance_rules("chat", spec, config, reading.row, catalog), *kv_kernel_rules("chat", spec, reading.row)]
+    for found in rule_findings(rules, settings_said(reading.findings), _PROGRAM):
+        add_to(reading.findings, found)
+    if any(rule.id == "quantised-v-needs-flash-attention" for rule in rules):
+        wish.settings["flash_attention"] = "on"
+        wish.comments.append(f"flash_attention was off, which a {spec.settings.kv_cache_type_v} V cache does not allow: on")
 
 
 def _slots(reading: _Reading) -> None:

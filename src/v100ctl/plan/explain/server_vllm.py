@@ -14,28 +14,36 @@ from packaging.version import InvalidVersion, Version
 from v100ctl.catalog import Catalog
 from v100ctl.catalog.history import Advice, History
 from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow
+from v100ctl.facts import Facts
+from v100ctl.fleet import parse_config
 from v100ctl.plan.command_line import Command
 from v100ctl.plan.explain.inventory import Wish, typed
 from v100ctl.plan.explain.shared import (
+    add_to,
     advice_applies,
     environment_findings,
     hidden,
     is_loopback,
     listening_finding,
     published_findings,
+    rule_findings,
     secret_finding,
+    settings_said,
     text_findings,
     unseen_finding,
     wrapper_findings,
 )
 from v100ctl.plan.explain.types import Card, CommandExplanation, Finding, is_opaque, ordered, plain_dash
+from v100ctl.plan.rules.vllm import vllm_rules
+from v100ctl.plan.vllm import split_argv
+from v100ctl.plan.vram.types import Card as GpuCard
 
 _DEFAULT_PORT = 8000
 #: The release that began to refuse `--model` beside `serve` (vllm/utils.py); until then it was overwritten.
 _SERVE_REFUSES_MODEL = "0.8.5"
 #: The least compute capability with the instructions that the `volta_prefill` kernels need (Ampere).
 _AMPERE = 8.0
-_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,6 @@ def explain_vllm(command: Command, catalog: Catalog, version: str, history: Hist
     command = hidden(command, row.secret_flags)
     reading = _Reading(parser, row, history, card, Wish("vllm", version), serves=command.style == "serve")
     _image(command, catalog, reading)
-    _version(reading)
     reading.findings += wrapper_findings(command)
     environment = list(environment_findings(command, "vllm", history, card, version))
     reading.findings += environment
@@ -95,6 +102,7 @@ def explain_vllm(command: Command, catalog: Catalog, version: str, history: Hist
         if len(whole.words) > len(piece.words):
             pieces[index + 1] = replace(pieces[index + 1], kind="taken")
     _gather(reading, environment, has_key="VLLM_API_KEY" in command.environment)
+    _rules(catalog, reading)
     _together(command, reading)
     return CommandExplanation(
         program="vllm",
@@ -105,24 +113,6 @@ def explain_vllm(command: Command, catalog: Catalog, version: str, history: Hist
         findings=ordered((*text_findings(command), *reading.findings)),
         inventory=reading.wish.snippet(),
     )
-
-
-def _version(reading: _Reading) -> None:
-    row, card = reading.row, reading.card
-    if row.sm_70 == "yes" and card.sm in row.torch_architectures:
-        return
-    missing = card.sm not in row.torch_architectures
-    if card.sm == 70 or missing:
-        reading.findings.append(
-            Finding(
-                ("vllm",),
-                "fails" if missing or row.sm_70 == "no" else "unwise",
-                "vllm-without-card",
-                meaning=f"vLLM {row.version} with torch {row.torch}, CUDA {row.cuda}",
-                reason=row.reason if card.sm == 70 else f"its wheels hold no machine code for {card}",
-                nearest="vLLM 0.8.5.post1",
-            )
-        )
 
 
 def _image(command: Command, catalog: Catalog, reading: _Reading) -> None:
@@ -156,7 +146,7 @@ def _image(command: Command, catalog: Catalog, reading: _Reading) -> None:
             Finding(
                 (command.image,),
                 "fails" if found.sm_70 == "no" else "unwise",
-                "vllm-without-card",
+                "vllm-version-without-volta" if found.sm_70 == "no" else "vllm-version-unproven",
                 meaning=f"an image of vLLM {version}, CUDA {found.cuda}",
                 reason=found.reason,
                 nearest=f"`vllm/vllm-openai:v{reading.row.version}`",
@@ -174,71 +164,46 @@ def _image(command: Command, catalog: Catalog, reading: _Reading) -> None:
         )
 
 
-# --- words -------------------------------------------------------------------------------------------------------------------
-
-
 def _cut(words: Sequence[str], parser: VllmParser, *, serves: bool) -> Iterator[_Piece]:
-    """The words as argparse groups them (argparse.py: _parse_optional, _match_argument)."""
-    position = 0
+    """The words as argparse groups them, with the text's own words beside each."""
+    own = {name: item for item in parser.serve_arguments for name in item.names if name.startswith("--")} if serves else {}
+    start = position = 0
     while position < len(words):
-        original = words[position]
-        word = _plain(original, parser)
-        if word == "--":
-            for rest in words[position + 1 :]:
-                yield _Piece("positional", (rest,), rest)
-            return
-        position += 1
-        kind, name, argument, explicit = _named(word, parser, serves=serves)
+        name, equals, value = _plain(words[position], parser).partition("=")
+        argument = own.get(parser.normal(name)) if name != "--" else None
         if argument is None:
-            yield _Piece(kind, (original,), name)
+            position += 1
             continue
-        if explicit is not None:
-            yield _Piece("argument", (original,), name, argument, (explicit,), explicit=True)
+        # What only `serve` takes (`--config FILE`): the rest of the parser does not know it.
+        yield from _cut_known(words[start:position], parser)
+        taken = () if equals else tuple(words[position + 1 : position + 2])
+        values = (value,) if equals else taken
+        yield _Piece("argument", (words[position], *taken), parser.normal(name), argument, values, explicit=bool(equals))
+        start = position = position + 1 + len(taken)
+    yield from _cut_known(words[start:], parser)
+
+
+def _cut_known(words: Sequence[str], parser: VllmParser) -> Iterator[_Piece]:
+    position = 0
+    for word, argument, values, spellings in split_argv([_plain(word, parser) for word in words], parser):
+        if argument is None:
+            if not word.startswith("-") or " " in word or _NEGATIVE_NUMBER.fullmatch(word):
+                yield _Piece("positional", (words[position],), word)
+            elif len(spellings) > 1:
+                yield _Piece("ambiguous", (words[position],), ", ".join(spellings))
+            else:
+                yield _Piece("unknown", (words[position],), parser.normal(word))
+            position += 1
             continue
-        following: list[str] = []
-        most = _most(argument)
-        while position + len(following) < len(words) and (most is None or len(following) < most):
-            candidate = words[position + len(following)]
-            if candidate == "--" or _named(_plain(candidate, parser), parser, serves=serves)[0] != "positional":
-                break
-            following.append(candidate)
-        position += len(following)
-        yield _Piece("argument", (original, *following), name, argument, tuple(following))
+        explicit = bool(values) and ("=" in word or (word not in parser.known_words and not word.startswith("--")))
+        taken = () if explicit else tuple(words[position + 1 : position + 1 + len(values)])
+        yield _Piece("argument", (words[position], *taken), spellings[0], argument, values, explicit=explicit)
+        position += 1 + len(taken)
 
 
 def _plain(word: str, parser: VllmParser) -> str:
     candidates = plain_dash(word)
     return next((item for item in candidates if parser.candidates(item)), candidates[0] if candidates else word)
-
-
-def _most(argument: VllmArgument) -> int | None:
-    if argument.arity == "any":
-        return None
-    return 1 if argument.arity == "optional" else argument.arity
-
-
-def _named(
-    word: str, parser: VllmParser, *, serves: bool
-) -> tuple[Literal["argument", "positional", "unknown", "ambiguous"], str, VllmArgument | None, str | None]:
-    """What a word is: its kind, the spelling that it stands for, the argument, and a value that is joined to it."""
-    if not word.startswith("-") or word == "-":
-        return "positional", word, None, None
-    name, equals, value = word.partition("=")
-    explicit = value if equals else None
-    own = {spelling: item for item in parser.serve_arguments for spelling in item.names} if serves else {}
-    if parser.normal(name) in own:
-        return "argument", parser.normal(name), own[parser.normal(name)], explicit
-    found = parser.candidates(name)
-    if len(found) == 1:
-        return "argument", found[0], parser.flag(found[0]), explicit
-    if len(found) > 1:
-        return "ambiguous", ", ".join(found), None, None
-    if not word.startswith("--") and parser.candidates(word[:2]) and len(word) > 2:
-        # `-qawq`: a short argument with its value joined to it.
-        return "argument", word[:2], parser.flag(word[:2]), word[2:].removeprefix("=")
-    if _NEGATIVE_NUMBER.match(word) or " " in word:
-        return "positional", word, None, None
-    return "unknown", parser.normal(name), None, None
 
 
 def _meaning(names: tuple[str, ...], reading: _Reading) -> str:
@@ -535,27 +500,9 @@ def _judge(reading: _Reading, said: _Said, found: Finding) -> None:
 
 def _together(command: Command, reading: _Reading) -> None:
     """What arguments mean together, on the card, and what is missing."""
-    said, row, card = reading.said, reading.row, reading.card
+    said, card = reading.said, reading.card
     _model(reading)
-    _quantization(reading)
-    for setting, reason in row.volta_prefill.items():
-        name = {"chunked_prefill": "--enable-chunked-prefill", "prefix_caching": "--enable-prefix-caching"}.get(setting)
-        item = said.get(name) if name else None
-        if reading.wish.settings.get(setting) is not True or card.capability >= _AMPERE:
-            continue
-        found = Finding(
-            item.words if item is not None else next((x.words for x in reading.findings if x.settings.get(setting)), ()),
-            "fails",
-            f"{setting.replace('_', '-')}-on-volta",
-            meaning=_meaning((name,), reading) if name else None,
-            reason=f"can end the process on Volta in fp16 ({reason})",
-            nearest=f"leave it off: `{setting}: false`",
-        )
-        if item is not None:
-            _judge(reading, item, found)
-        else:
-            reading.findings.append(found)
-        reading.wish.settings[setting] = False
+    _named_quantization(reading)
     _long_context(reading)
     if "--dtype" not in said and card.capability < _AMPERE:
         reading.findings.append(
@@ -639,24 +586,36 @@ def _model(reading: _Reading) -> None:
         )
 
 
-def _quantization(reading: _Reading) -> None:
-    said, minima, card = reading.said.get("--quantization"), reading.parser.quantization, reading.card
-    runs = sorted(name for name, least in minima.items() if 0 < least <= card.sm)
-    if said is not None:
-        method = said.values[0]
-        least = minima.get(method)
-        if least is not None and least > card.sm:
-            found = Finding(
-                said.words,
-                "fails",
-                "quantization-capability",
-                reason=f"{method} needs compute capability {least / 10:.1f}, not {card.compute_capability}",
-                nearest=f"a model in one of {', '.join(name for name in ('gptq', 'gguf', 'bitsandbytes') if name in runs)}",
-            )
-            _judge(reading, said, found)
-            reading.wish.settings.pop("quantization", None)
-            reading.wish.comments.append(f"the model has to be another one: {method} does not run on this card")
+def _rules(catalog: Catalog, reading: _Reading) -> None:
+    """The plan's own rules about these settings; what they refuse is put right in the snippet."""
+    wish, row, card = reading.wish, reading.row, reading.card
+    spec = wish.instance()
+    if spec is None:
         return
+    config = parse_config("explained", {"vllm_version": row.version})
+    cards = (GpuCard("", 0, 0, 0, 0.0, compute_capability=card.compute_capability),)
+    rules = list(vllm_rules("chat", spec, config, Facts(), row, None, cards, catalog))
+    if "--max-model-len" not in reading.said:
+        # The plan's default is not the engine's, which is the model's own.
+        rules = [rule for rule in rules if rule.id != "vllm-batch-below-context"]
+    for found in rule_findings(rules, settings_said(reading.findings), "vllm"):
+        add_to(reading.findings, found)
+    refused = {rule.id for rule in rules if rule.severity == "refuse"}
+    for setting in row.volta_prefill:
+        if f"vllm-{setting.replace('_', '-')}-on-volta" in refused:
+            wish.settings[setting] = False
+    if "vllm-batch-below-context" in refused:
+        del wish.settings["batch_size"]
+    if {"vllm-quantization-below-minimum", "vllm-quantization-unknown"} & refused:
+        method = wish.settings.pop("quantization")
+        wish.comments.append(f"the model has to be another one: {method} does not run on this card")
+
+
+def _named_quantization(reading: _Reading) -> None:
+    """A model whose name says a quantisation that the card cannot run."""
+    if "--quantization" in reading.said:
+        return
+    minima, card = reading.parser.quantization, reading.card
     model = reading.model or (reading.said["--model"].values[0] if "--model" in reading.said else "")
     named = re.search(r"[-_.](awq|fp8|nvfp4)\b", model, re.IGNORECASE)
     method = named[1].lower() if named else ""

@@ -8,14 +8,15 @@ import ipaddress
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from v100ctl.catalog.history import Advice, History, Variable
+from v100ctl.catalog.history import Advice, History, Variable, Verdict
 from v100ctl.plan.command_line import DASHES, Command
 from v100ctl.plan.explain.types import HIDDEN, Card, Engine, Finding, is_opaque, looks_secret
+from v100ctl.plan.types import Rule, Severity
 
 _NAMES: dict[Engine, str] = {"llama_cpp": "llama.cpp", "vllm": "vLLM"}
 
@@ -252,6 +253,66 @@ def published_findings(command: Command) -> Iterator[Finding]:
             )
         elif (following == "host" and word in ("--network", "--net")) or word in ("--network=host", "--net=host"):
             yield listening_finding((word, following) if "=" not in word else (word,), "every address of the host")
+
+
+#: Rules of the plan that are about the host, the inventory or what this toolkit does, not about a command line.
+_NOT_ABOUT_FLAGS = frozenset(
+    {
+        "api-keys-unavailable",
+        "context-shared",
+        "engine-unavailable",
+        "gpus-without-cuda",
+        "listen-unauthenticated",
+        "vllm-long-context",
+    }
+)
+#: The settings that a rule is about, where its text does not name them all.
+_SETTINGS_OF_RULES: dict[str, tuple[str, ...]] = {
+    "quantised-v-needs-flash-attention": ("kv_cache_type_v", "flash_attention"),
+    "kv-types-converted": ("kv_cache_type_k", "kv_cache_type_v"),
+    "kv-types-without-kernel": ("kv_cache_type_k", "kv_cache_type_v"),
+    "ubatch-above-batch": ("ubatch_size", "batch_size"),
+    "vllm-batch-below-context": ("batch_size", "context_length"),
+    "vllm-batch-below-parallel": ("batch_size", "parallel"),
+    "vllm-quantization-below-minimum": ("quantization",),
+    "vllm-quantization-unknown": ("quantization",),
+    "vllm-fp8-cache": ("kv_cache_type_k",),
+    "vllm-swap-space": ("swap_space_gib",),
+}
+_VERDICT_OF_SEVERITY: dict[Severity, Verdict] = {"refuse": "fails", "warn": "unwise", "info": "ok"}
+
+
+def settings_said(findings: Iterable[Finding]) -> dict[str, tuple[str, ...]]:
+    """Setting -> the words that say it; the last ones count."""
+    return {setting: finding.words for finding in findings for setting in finding.settings}
+
+
+def rule_findings(rules: Iterable[Rule], said: Mapping[str, tuple[str, ...]], default: str) -> Iterator[Finding]:
+    """What the plan's own rules say about the settings that a command line asks for.
+
+    Args:
+        rules: Their verdicts on an instance with these settings.
+        said: From :func:`settings_said`.
+        default: The word that stands for a rule about no flag.
+    """
+    for rule in rules:
+        if rule.id in _NOT_ABOUT_FLAGS:
+            continue
+        named = re.findall(r"`([a-z_]+)[:`]", f"{rule.reason} {rule.nearest or ''}")
+        settings = _SETTINGS_OF_RULES.get(rule.id) or tuple(dict.fromkeys(named))
+        words = tuple(word for setting in settings if setting in said for word in said[setting])
+        yield Finding(words or (default,), _VERDICT_OF_SEVERITY[rule.severity], rule.id, reason=rule.reason, nearest=rule.nearest)
+
+
+def add_to(findings: list[Finding], found: Finding) -> None:
+    """Put a verdict on the finding of the same words where that one is plainly ok, else beside it."""
+    for index, own in enumerate(findings):
+        if own.words == found.words and own.id == "ok":
+            findings[index] = dataclasses.replace(
+                own, verdict=found.verdict, id=found.id, reason=found.reason, nearest=found.nearest
+            )
+            return
+    findings.append(found)
 
 
 def unseen_finding(words: tuple[str, ...]) -> Finding:
