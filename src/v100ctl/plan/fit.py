@@ -17,7 +17,6 @@ from v100ctl.plan.types import GpuBudget
 
 #: Kept free on every card: what the driver takes between two looks at it, and fragmentation after days of serving.
 MARGIN_BYTES = 128 * 1024**2
-CUDA_CONTEXT_BYTES = 300 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,14 @@ class Fit:
         return max((-budget.free_bytes for budget in self.budgets.values()), default=0)
 
 
-def launch_of(spec: InstanceSpec, row: LlamaCppBuild, backend: Literal["cuda", "cpu"], draft: ModelHeader | None) -> vram.Launch:
+def launch_of(
+    spec: InstanceSpec,
+    row: LlamaCppBuild,
+    backend: Literal["cuda", "cpu"],
+    draft: ModelHeader | None,
+    *,
+    force_mmq: bool = True,
+) -> vram.Launch:
     """What the engine will be started with, its own defaults filled in."""
     settings = spec.settings
     defaults = row.defaults
@@ -62,6 +68,7 @@ def launch_of(spec: InstanceSpec, row: LlamaCppBuild, backend: Literal["cuda", "
             else vram.Speculative(kind=speculative.kind, depth=speculative.depth or defaults.speculative_depth, draft=draft)
         ),
         backend=backend,
+        force_mmq=force_mmq,
     )
 
 
@@ -78,7 +85,7 @@ def cards_of(
             uuid=card.key,
             total_bytes=card.total_bytes or 0,
             reserve_bytes=margin_bytes + _driver_bytes(card) + taken_bytes.get(card.key, 0),
-            context_bytes=CUDA_CONTEXT_BYTES,
+            context_bytes=vram.V100_CONTEXT_BYTES,
             bandwidth_bytes_per_s=float((card.row.bandwidth_bytes_per_s if card.row else None) or 0),
             compute_capability=card.compute_capability or "7.0",
         )

@@ -373,7 +373,11 @@ class Planner:
             self.instance_verdicts.append(memory_unknown_rule(name, "the card's memory size is not known"))
             return
         try:
-            self._fits[name] = fit(header, launch_of(spec, row, self.config.llama_cpp_backend, draft), cards)
+            self._fits[name] = fit(
+                header,
+                launch_of(spec, row, self.config.llama_cpp_backend, draft, force_mmq=self.config.llama_cpp_force_mmq),
+                cards,
+            )
         except vram.UnknownArchitectureError as error:
             self.instance_verdicts.append(memory_unknown_rule(name, error.message))
 
