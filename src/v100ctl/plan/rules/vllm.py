@@ -209,8 +209,10 @@ class _Check:
                     f"`rope_scaling` of kind {scaling.kind} needs {' and '.join(f'`{item}`' for item in missing)}",
                     "`rope_scaling: {kind: yarn, factor: 4, original_context_length: 32768}`, as the model's card says",
                 )
-        swap_bytes = (settings.swap_space_gib or (row.defaults.swap_space_gib if row.defaults else 0)) * _GIB
-        swap_bytes *= max(len(self.cards), 1)
+        swap_gib = settings.swap_space_gib
+        if swap_gib is None:
+            swap_gib = row.defaults.swap_space_gib if row.defaults else 0
+        swap_bytes = swap_gib * _GIB * max(len(self.cards), 1)
         memory = self.facts.memory.limit_bytes or self.facts.memory.total_bytes
         if memory and swap_bytes > _SWAP_SHARE * memory:
             fits = math.floor(_SWAP_SHARE * memory / max(len(self.cards), 1) / _GIB)
@@ -441,7 +443,7 @@ class _Check:
         )
         if found.left_bytes > 0 and found.short_bytes > 0:
             budget = min(found.budgets.values(), key=lambda item: item.free_bytes)
-            beside = budget.context_bytes + budget.reserve_bytes
+            beside = budget.peak_bytes + budget.reserve_bytes - int(budget.total_bytes * utilization)
             fits = math.floor((1 - (beside / budget.total_bytes)) * 100) / 100
             yield self.refuse(
                 "vllm-utilization-too-high",
