@@ -44,7 +44,7 @@ def decide_driver(
     rules: list[Rule] = []
     target = _target(pin, installed, flavour, volta=volta, catalog=catalog)
     if target is None:
-        known = ", ".join(row.branch for row in catalog.drivers if row.drives_volta)
+        known = ", ".join(row.branch for row in catalog.drivers if row.drives_volta and int(row.branch) >= OLDEST_KEPT_BRANCH)
         rules.append(
             Rule(
                 "driver-branch-unknown",

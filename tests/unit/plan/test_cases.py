@@ -125,3 +125,9 @@ def test_there_are_enough_cases_and_both_sides_of_every_rule() -> None:
     silent = {rule_id for case in expected for rule_id in ids - set(case["rules"])}
     assert ids - spoken == set(), "rules that no case provokes"
     assert ids - silent == set()
+
+
+def test_the_page_of_rules_is_in_step() -> None:
+    from tests.unit.plan.rules_page import PAGE, page
+
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.unit.plan.rules_page`"
