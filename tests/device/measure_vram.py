@@ -29,7 +29,8 @@ from tests.device import shapes
 LOAD_TIMEOUT_S = 90.0
 REQUEST_TIMEOUT_S = 90.0
 
-#: A model's shape, the server's settings, and how many tokens the prompt has; `streams`: as many prompts at once.
+#: A model's shape, the server's settings, and how many tokens the prompt has; `streams`: as many prompts at once; `eager`: every
+#: kernel is loaded at the start, as CUDA did before 12.2.
 CASES: tuple[dict[str, Any], ...] = (
     {"model": "smallest", "args": "-c 512 -np 1 -fa on", "prompt": 256},
     {"model": "qwen3-8b", "args": "-c 32768 -np 1 -fa on", "prompt": 32000},
@@ -67,6 +68,16 @@ CASES: tuple[dict[str, Any], ...] = (
     {"model": "deepseek2-lite", "args": "-c 16384 -np 1 -fa off", "prompt": 16000},
     {"model": "gpt-oss-20b", "args": "-c 32768 -np 1 -fa on", "prompt": 16000},
     {"model": "gpt-oss-20b", "args": "-c 32768 -np 1 -fa on -ub 2048", "prompt": 16000},
+    {"model": "gemma2-27b", "args": "-c 8192 -np 1 -fa on", "prompt": 8000},
+    {"model": "gemma2-27b", "args": "-c 8192 -np 1 -fa off -ub 1024", "prompt": 8000},
+    {"model": "gemma4-31b", "args": "-c 32768 -np 1 -fa on", "prompt": 32000},
+    {"model": "gemma4-31b", "args": "-c 32768 -np 1 -fa on -ub 2048 -ctk q8_0 -ctv q8_0", "prompt": 32000},
+    {"model": "gemma4-26b-a4b", "args": "-c 32768 -np 1 -fa on", "prompt": 32000},
+    {"model": "qwen3next-80b-a3b", "args": "-c 32768 -np 1 -fa on", "prompt": 32000},
+    {"model": "llama-8b-f16", "args": "-c 16384 -np 1 -fa on", "prompt": 16000},
+    {"model": "smallest", "args": "-c 512 -np 1 -fa on", "prompt": 256, "eager": True},
+    {"model": "qwen3-8b", "args": "-c 32768 -np 1 -fa on", "prompt": 32000, "eager": True},
+    {"model": "qwen3-30b-a3b", "args": "-c 16384 -np 1 -fa on", "prompt": 16000, "eager": True},
     {"model": "qwen3-14b", "args": "-c 16384 -np 1 -fa on -md {qwen3-small} --spec-type draft-simple -ngld 99", "prompt": 16000},
     {"model": "qwen3-8b", "args": "-c 32768 -np 1 -fa on -sm layer", "prompt": 32000, "cards": 2},
     {"model": "qwen3-14b", "args": "-c 16384 -np 1 -fa on -ub 2048 -sm layer -ctk q8_0 -ctv q8_0", "prompt": 16000, "cards": 2},
@@ -155,6 +166,8 @@ def measure(case: dict[str, Any], server: Path, folder: Path, devices: list[int]
     ]
     argv = [str(server), "-m", str(model(case["model"])), *arguments, *fixed, "--port", str(port)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if case.get("eager"):
+        environment["CUDA_MODULE_LOADING"] = "EAGER"
     result: dict[str, Any] = {**case, "devices": devices}
     poll = UsePoll(devices)
     log_path = folder / f"{port}.log"
@@ -210,7 +223,11 @@ def main() -> None:
     }
     if options.resume and options.out.exists():
         document = json.loads(options.out.read_text())
-    done = {(run["model"], run["args"]) for run in document["runs"] if "error" not in run}
+
+    def key(case: dict[str, Any]) -> tuple[Any, ...]:
+        return case["model"], case["args"], case.get("eager")
+
+    done = {key(run) for run in document["runs"] if "error" not in run}
     lock = threading.Lock()
 
     def lane(folder: Path, queue: SimpleQueue[dict[str, Any]], cards: list[int]) -> None:
@@ -233,7 +250,7 @@ def main() -> None:
             queue: SimpleQueue[dict[str, Any]] = SimpleQueue()
             for case in CASES:
                 cards = case.get("cards", 1)
-                if (cards > 1) == several and cards <= len(devices) and (case["model"], case["args"]) not in done:
+                if (cards > 1) == several and cards <= len(devices) and key(case) not in done:
                     queue.put(case)
             lanes = [devices] if several else [[device] for device in devices]
             threads = [threading.Thread(target=lane, args=(Path(name), queue, cards)) for cards in lanes]

@@ -540,11 +540,159 @@ def gpt_oss(
     return Shape("gpt-oss", keys, tuple(build.tensors))
 
 
+def gemma2(
+    n_layer: int = 46,
+    n_embd: int = 4608,
+    n_ff: int = 36864,
+    n_head: int = 32,
+    n_head_kv: int = 16,
+    head: int = 128,
+    window: int = 4096,
+    n_vocab: int = 256000,
+    weight: str = "q4_K",
+) -> Shape:
+    """Every second layer windowed, scores and logits capped: Gemma-2-27B."""
+    build = _Builder(weight)
+    build.ends(n_embd, n_vocab, tied=True)
+    for i in range(n_layer):
+        build.attention(i, n_embd, n_head * head, n_head_kv * head)
+        build.vector(f"blk.{i}.post_attention_norm.weight", n_embd)
+        build.dense(i, n_embd, n_ff)
+        build.vector(f"blk.{i}.post_ffw_norm.weight", n_embd)
+    keys = _keys(
+        "gemma2",
+        n_vocab,
+        block_count=n_layer,
+        context_length=8192,
+        embedding_length=n_embd,
+        feed_forward_length=n_ff,
+        attention__head_count=n_head,
+        attention__head_count_kv=n_head_kv,
+        attention__key_length=head,
+        attention__value_length=head,
+        attention__sliding_window=window,
+        attention__layer_norm_rms_epsilon=1e-6,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+    )
+    return Shape("gemma2", keys, tuple(build.tensors))
+
+
+def gemma4(
+    n_layer: int = 60,
+    n_embd: int = 5376,
+    n_ff: int = 21504,
+    n_head: int = 32,
+    n_head_kv: int = 16,
+    n_head_kv_full: int = 4,
+    head: int = 256,
+    head_full: int = 512,
+    window: int = 1024,
+    n_vocab: int = 262144,
+    weight: str = "q4_K",
+    n_expert: int = 0,
+    n_expert_used: int = 0,
+    n_ff_expert: int = 0,
+) -> Shape:
+    """Full layers have few wide heads whose values are their keys, windowed ones more: Gemma-4-31B; with experts: 26B-A4B."""
+    build = _Builder(weight)
+    build.ends(n_embd, n_vocab, tied=True)
+    build.vector("rope_freqs.weight", head_full // 2)
+    windowed = [i % 6 != 5 for i in range(n_layer)]
+    for i in range(n_layer):
+        block = f"blk.{i}."
+        width, heads_kv = (head, n_head_kv) if windowed[i] else (head_full, n_head_kv_full)
+        build.attention(i, n_embd, n_head * width, heads_kv * width, norm=width)
+        if not windowed[i]:
+            build.tensors = [tensor for tensor in build.tensors if tensor[0] != block + "attn_v.weight"]
+        build.vector(block + "post_attention_norm.weight", n_embd)
+        build.dense(i, n_embd, n_ff)
+        if n_expert:
+            build.vector(block + "ffn_gate_inp.weight", n_embd, n_expert)
+            build.vector(block + "ffn_gate_inp.scale", n_embd)
+            for name in ("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+                build.vector(f"{block}{name}.weight", n_embd)
+            build.matrix(block + "ffn_gate_up_exps.weight", n_embd, 2 * n_ff_expert, n_expert)
+            build.matrix(block + "ffn_down_exps.weight", n_ff_expert, n_embd, n_expert)
+            build.vector(block + "ffn_down_exps.scale", n_expert)
+        build.vector(block + "post_ffw_norm.weight", n_embd)
+        build.vector(block + "layer_output_scale.weight", 1)
+    keys = _keys(
+        "gemma4",
+        n_vocab,
+        block_count=n_layer,
+        context_length=262144,
+        embedding_length=n_embd,
+        embedding_length_per_layer_input=0,
+        feed_forward_length=n_ff,
+        attention__head_count=n_head,
+        attention__head_count_kv=[n_head_kv if one else n_head_kv_full for one in windowed],
+        attention__key_length=head_full,
+        attention__value_length=head_full,
+        attention__key_length_swa=head,
+        attention__value_length_swa=head,
+        attention__sliding_window=window,
+        attention__sliding_window_pattern=windowed,
+        attention__layer_norm_rms_epsilon=1e-6,
+        rope__dimension_count=head_full,
+        rope__dimension_count_swa=head,
+        rope__freq_base=1000000.0,
+        rope__freq_base_swa=10000.0,
+        final_logit_softcapping=30.0,
+    )
+    if n_expert:
+        keys |= {
+            "gemma4.expert_count": n_expert,
+            "gemma4.expert_used_count": n_expert_used,
+            "gemma4.expert_feed_forward_length": n_ff_expert,
+        }
+    return Shape("gemma4", keys, tuple(build.tensors))
+
+
+def qwen3next(
+    n_layer: int = 48,
+    n_embd: int = 2048,
+    n_ff: int = 512,
+    n_head: int = 16,
+    n_head_kv: int = 2,
+    value_heads: int = 32,
+    key_heads: int = 16,
+    n_expert: int = 512,
+    n_expert_used: int = 10,
+    n_vocab: int = 151936,
+    weight: str = "q4_K",
+) -> Shape:
+    """As the mixture of Qwen3.5, with one projection for both rates of the delta net: Qwen3-Next-80B-A3B."""
+    made = qwen35(
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        value_heads=value_heads,
+        key_heads=key_heads,
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
+        shared=n_ff,
+        n_vocab=n_vocab,
+        weight=weight,
+    )
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    for name, kind, dimensions in made.tensors:
+        if name.endswith("ssm_beta.weight"):
+            tensors.append((name.replace("ssm_beta", "ssm_ba"), kind, (dimensions[0], 2 * value_heads)))
+        elif not name.endswith("ssm_alpha.weight"):
+            tensors.append((name, kind, dimensions))
+    keys = {key.replace("qwen35moe.", "qwen3next."): value for key, value in made.metadata.items() if "sections" not in key}
+    return Shape("qwen3next", keys, tuple(tensors))
+
+
 #: Models by the name that the measurements use. `smallest` takes little more than a CUDA context; `qwen3-small` is a draft.
 MODELS: Mapping[str, Callable[[], Shape]] = {
     "smallest": lambda: qwen3(n_layer=2, n_embd=256, n_ff=512, n_head=2, n_head_kv=1, n_vocab=1024),
     "qwen3-small": lambda: qwen3(n_layer=28, n_embd=1024, n_ff=3072, n_head=16, n_head_kv=8, tied=True),
     "llama-8b": llama,
+    "llama-8b-f16": lambda: llama(weight="f16"),
     "qwen2-7b": qwen2,
     "qwen3-8b": qwen3,
     "qwen3-14b": lambda: qwen3(n_layer=40, n_embd=5120, n_ff=17408, n_head=40),
@@ -567,5 +715,19 @@ MODELS: Mapping[str, Callable[[], Shape]] = {
         shared=512,
     ),
     "deepseek2-lite": deepseek2,
+    "gemma2-27b": gemma2,
+    "gemma4-31b": gemma4,
+    "gemma4-26b-a4b": lambda: gemma4(
+        n_layer=30,
+        n_embd=2816,
+        n_ff=2112,
+        n_head=16,
+        n_head_kv=8,
+        n_head_kv_full=2,
+        n_expert=128,
+        n_expert_used=8,
+        n_ff_expert=704,
+    ),
+    "qwen3next-80b-a3b": qwen3next,
     "gpt-oss-20b": gpt_oss,
 }

@@ -45,6 +45,17 @@ MODELS: dict[str, Callable[[], shapes.Shape]] = {
         n_layer=8, n_embd=512, n_ff=256, n_head=4, n_head_kv=2, value_heads=8, key_heads=4, n_expert=16, n_expert_used=4,
         shared=256, n_vocab=4096,
     ),
+    "gemma2": lambda: shapes.gemma2(n_layer=4, n_embd=768, n_ff=2048, n_head=4, n_head_kv=2, window=512, n_vocab=8192),
+    "gemma4": lambda: shapes.gemma4(
+        n_layer=12, n_embd=768, n_ff=2048, n_head=8, n_head_kv=4, n_head_kv_full=1, head=64, head_full=128, window=512,
+        n_vocab=8192,
+    ),
+    "gemma4-experts": lambda: shapes.gemma4(
+        n_layer=6, n_embd=768, n_ff=1024, n_head=8, n_head_kv=4, n_head_kv_full=1, head=64, head_full=128, window=512,
+        n_vocab=8192, n_expert=16, n_expert_used=4, n_ff_expert=256,
+    ),
+    "qwen3next": lambda: shapes.qwen3next(n_layer=8, n_embd=512, n_ff=256, n_head=4, value_heads=8, key_heads=4, n_expert=16,
+        n_expert_used=4, n_vocab=4096),
     "deepseek2": lambda: shapes.deepseek2(
         n_layer=4, n_embd=512, n_ff=1024, n_ff_expert=256, n_head=8, n_expert=16, n_expert_used=4, q_rank=256,
         n_vocab=4096,
@@ -70,6 +81,15 @@ CASES = (
     ("qwen35", "-c 8192 -np 2 -no-kvu -fa off"),
     ("qwen35", "-c 4096 -np 1 -fa on --spec-type draft-mtp --spec-draft-n-max 2"),
     ("qwen35moe", "-c 4096 -np 1 -fa on -ctk q8_0 -ctv q8_0"),
+    ("gemma2", "-c 4096 -np 1 -fa on"),
+    ("gemma2", "-c 4096 -np 2 -kvu -fa off"),
+    ("gemma4", "-c 4096 -np 1 -fa on"),
+    ("gemma4", "-c 4096 -np 1 -fa off"),
+    ("gemma4", "-c 8192 -np 2 -no-kvu -fa on -ctk q8_0 -ctv q8_0"),
+    ("gemma4-experts", "-c 4096 -np 1 -fa on"),
+    ("gemma4-experts", "-c 4096 -np 1 -fa off"),
+    ("qwen3next", "-c 4096 -np 1 -fa on"),
+    ("qwen3next", "-c 4096 -np 2 -no-kvu -fa off"),
     ("deepseek2", "-c 4096 -np 1 -fa on"),
     ("deepseek2", "-c 4096 -np 2 -no-kvu -fa off"),
     ("gpt-oss", "-c 4096 -np 1 -fa on"),
@@ -163,7 +183,7 @@ def test_a_real_server_allocates_what_was_predicted(
 
 def test_the_log_is_read_in_full(answers: dict[tuple[str, str], Answer]) -> None:
     for (name, _), answer in answers.items():
-        windowed = name in ("gemma3", "gpt-oss")
+        windowed = name.startswith(("gemma", "gpt-oss"))
         assert len(answer.printed("KV")) >= 1 + windowed
-        assert len(answer.printed("RS")) == name.startswith("qwen35")
+        assert len(answer.printed("RS")) == name.startswith(("qwen35", "qwen3next"))
         assert re.search(r"build|b11434", answer.log)

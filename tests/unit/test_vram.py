@@ -352,12 +352,19 @@ def test_cards_in_a_row_take_turns() -> None:
 # What cannot be computed
 
 
-@pytest.mark.parametrize("architecture", ["mamba2", "made-up", "gemma4"])
+@pytest.mark.parametrize("architecture", ["mamba2", "made-up", "jamba"])
 def test_an_unknown_architecture_is_no_guess(architecture: str) -> None:
     made = ModelHeader(format="gguf", architecture=architecture)
     with pytest.raises(vram.UnknownArchitectureError, match=architecture) as error:
         vram.estimate(made, Launch(4096), [v100()])
     assert "qwen35" in str(error.value.hint)
+
+
+def test_embeddings_for_each_layer_are_no_guess() -> None:
+    whole = header("gemma4-31b")
+    small = whole.model_copy(update={"metadata": {**whole.metadata, "gemma4.embedding_length_per_layer_input": 256}})
+    with pytest.raises(vram.UnknownArchitectureError, match="for each layer"):
+        vram.estimate(small, Launch(4096), [v100()])
 
 
 def test_a_header_without_dimensions_is_no_guess() -> None:

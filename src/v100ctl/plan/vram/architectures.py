@@ -135,11 +135,12 @@ class Builder:
         for tensor in (by_token, by_vector, Tensor("set_rows", copy.shape, (rows, slots, copy), root=copy)):
             self.graph.expand(tensor)
         result = by_token
-        if hyper.architecture.startswith("gemma"):
+        if hyper.architecture in ("gemma3", "gemma4"):
             result = self.same("mul", result, self.input("scale_rows", 1, n))
         elif "embedding_scale" in self.flags:
             result = self.same("scale", result)
-        return self.graph.expand(result)
+        self.graph.expand(result)
+        return self.same("scale", result) if hyper.architecture in ("gemma", "gemma2") else result
 
     @property
     def flags(self) -> set[str]:
@@ -298,12 +299,14 @@ class Builder:
         bias = self.layer_weight(layer, name)
         return tensor if bias is None else self.same("add", tensor, bias)
 
-    def experts(self, layer: int, tensor: Tensor, *, normalise: bool, weigh_late: bool = False) -> Tensor:
-        """Route each token to a few experts and add up what they say."""
+    def experts(
+        self, layer: int, tensor: Tensor, *, normalise: bool, weigh_late: bool = False, routed_by: Tensor | None = None
+    ) -> Tensor:
+        """Route each token to a few experts and add up what they say. ``routed_by``: what decides, where it is not the input."""
         hyper = self.hyper
         n_embd, n = tensor.shape[0], tensor.shape[1]
         used, count = hyper.n_expert_used, hyper.n_expert
-        logits = self.product(self.layer_weight(layer, "ffn_gate_inp.weight"), tensor)
+        logits = self.product(self.layer_weight(layer, "ffn_gate_inp.weight"), tensor if routed_by is None else routed_by)
         logits = self._biased(logits, layer, "ffn_gate_inp.bias")
         gating = int(hyper.metadata.get(f"{hyper.architecture}.expert_gating_func", 0))
         probabilities = logits if weigh_late else self.same("unary" if gating == 2 else "soft_max", logits)
@@ -324,7 +327,7 @@ class Builder:
         rows = self.reshape(tensor, n_embd, 1, n)
         fused = self.layer_weight(layer, "ffn_gate_up_exps.weight")
         if fused is not None:
-            both = self._by_expert(fused, rows, ids)
+            both = self._scaled_by_expert(self._by_expert(fused, rows, ids), layer, "ffn_up_exps.scale", ids)
             half = both.shape[0] // 2
             gate = self.view(both, half, used, n, strided=True)
             up = self.view(both, half, used, n, strided=True)
@@ -339,6 +342,9 @@ class Builder:
             else:
                 hidden = self.same("unary", up)
         said = self._by_expert(self.layer_weight(layer, "ffn_down_exps.weight"), hidden, ids)
+        raw = said
+        said = self._scaled_by_expert(said, layer, "ffn_down_exps.scale", ids)
+        scales = said.srcs[1] if said is not raw else None
         said = self._biased_by_expert(said, layer, "ffn_down_exps.bias", ids)
         weighed = self.graph.expand(self.same("mul", said, weights))
         views = [self.graph.expand(self.view(weighed, n_embd, n, strided=True)) for _ in range(used)]
@@ -348,13 +354,22 @@ class Builder:
         if used == 1:
             return self.op("cont", (n_embd, n), result)
         fused_routing = not weigh_late and ((count.bit_count() == 1 and count <= 512) or count in (288, 576))
-        self.graph.mixtures.append(Mixture(probabilities if fused_routing else None, weights, said, result, hidden))
+        kept = (said,) if scales is None else (raw, scales)
+        self.graph.mixtures.append(Mixture(probabilities if fused_routing else None, weights, kept, result, hidden))
         return result
 
     def _by_expert(self, weight: Tensor | None, tensor: Tensor, ids: Tensor) -> Tensor:
         weight = self._needed(weight)
         self.products.append(Product(weight.device or HOST, weight.type, weight.shape, tensor.shape, experts=ids.shape[0]))
         return self.op("mul_mat_id", (weight.shape[1], ids.shape[0], ids.shape[1]), weight, tensor, ids)
+
+    def _scaled_by_expert(self, tensor: Tensor, layer: int, name: str, ids: Tensor) -> Tensor:
+        scale = self.layer_weight(layer, name)
+        if scale is None:
+            return tensor
+        count, n = scale.shape[0], ids.shape[1]
+        repeated = self.op("repeat", (1, count, n), self.reshape(scale, 1, count, 1))
+        return self.same("mul", tensor, self.op("get_rows", (1, ids.shape[0], n), repeated, ids))
 
     def _biased_by_expert(self, tensor: Tensor, layer: int, name: str, ids: Tensor) -> Tensor:
         bias = self.layer_weight(layer, name)
@@ -374,26 +389,30 @@ class Builder:
             one = self._biased(self.product(together, tensor), layer, "attn_qkv.bias")
             q, k, v = (self.view(one, *shape, n, strided=True) for shape in shapes)
         else:
-            found = []
-            for letter, shape in zip("qkv", shapes, strict=True):
-                flat = self.product(self.layer_weight(layer, f"attn_{letter}.weight"), tensor)
-                found.append(self.reshape(self._biased(flat, layer, f"attn_{letter}.bias"), *shape, n))
-            q, k, v = found
+            flats: list[Tensor] = []
+            for letter in "qkv":
+                weight = self.layer_weight(layer, f"attn_{letter}.weight")
+                if weight is None and letter == "v" and hyper.architecture == "gemma4":
+                    flats.append(flats[1])
+                else:
+                    flats.append(self._biased(self.product(weight, tensor), layer, f"attn_{letter}.bias"))
+            q, k, v = (self.reshape(flat, *shape, n) for flat, shape in zip(flats, shapes, strict=True))
         place = self.input("positions", n)
         q_norm, k_norm = self.layer_weight(layer, "attn_q_norm.weight"), self.layer_weight(layer, "attn_k_norm.weight")
         q = self.norm(q, q_norm) if q_norm is not None else q
         q = self.same("rope", q, place)
         k = self.norm(k, k_norm) if k_norm is not None else k
+        if hyper.architecture == "gemma4":
+            v = self.same("rms_norm", v)
         k = self.same("rope", k, place)
         return q, k, v
 
     def attention(self, layer: int, tensor: Tensor) -> Tensor:
         """Self-attention with its output projection."""
-        gemma = self.hyper.architecture in ("gemma2", "gemma3")
         if self.hyper.latent:
             return self.latent_attention(layer, tensor)
         q, k, v = self.heads(layer, tensor)
-        if gemma:
+        if self.hyper.architecture in ("gemma", "gemma2", "gemma3"):
             q = self.same("scale", q)
         sinks = self.layer_weight(layer, "attn_sinks.weight")
         result = self.attend(layer, q, k, v, sinks=sinks, key_first=bool(self.hyper.window))
@@ -466,15 +485,21 @@ class Builder:
         z = self.product(self.layer_weight(layer, "attn_gate.weight"), tensor)
         joint = self.layer_weight(layer, "ssm_ba.weight")
         if joint is not None:
-            made = self.product(joint, tensor)
-            beta = self.op("cont", (value_heads, n), self.view(made, value_heads, n, strided=True))
-            alpha = self.op("cont", (value_heads, n), self.view(made, value_heads, n, strided=True))
+            made = self.reshape(self.product(joint, tensor), 2 * value_heads // groups, groups, each, sequences)
+            half = (value_heads // groups, groups, each, sequences)
+            beta = self.same("unary", self.op("cont", half, self.view(made, *half, strided=True)))
+            alpha = self.op("cont", (value_heads, each, sequences), self.view(made, *half, strided=True))
         else:
-            beta = self.product(self.layer_weight(layer, "ssm_beta.weight"), tensor)
+            beta = self.reshape(
+                self.product(self.layer_weight(layer, "ssm_beta.weight"), tensor), 1, value_heads, each, sequences
+            )
+            beta = self.same("unary", beta)
             alpha = self.product(self.layer_weight(layer, "ssm_alpha.weight"), tensor)
-        beta = self.same("unary", self.reshape(beta, 1, value_heads, each, sequences))
-        alpha = self.same("add", self.reshape(alpha, value_heads, each, sequences), self.layer_weight(layer, "ssm_dt.bias"))
+            alpha = self.reshape(alpha, value_heads, each, sequences)
+        alpha = self.same("add", alpha, self.layer_weight(layer, "ssm_dt.bias"))
         gate = self.same("mul", self.same("unary", alpha), self.layer_weight(layer, "ssm_a"))
+        if joint is not None:
+            beta = self.reshape(beta, 1, value_heads, each, sequences)
         gate = self.reshape(gate, 1, value_heads, each, sequences)
         channels = hyper.inner + 2 * groups * state
         past = hyper.conv_kernel - 1
@@ -492,6 +517,8 @@ class Builder:
         v = self.view(out, head_v, value_heads, each, sequences, strided=True)
         q = self.same("scale", self.same("rms_norm", q))
         k = self.same("scale", self.same("rms_norm", k))
+        if hyper.architecture == "qwen3next" and groups != value_heads:
+            q, k = (self._repeat_heads(tensor, value_heads // groups) for tensor in (q, k))
         rows = each * sequences + head_v * sequences * (1 + self.snapshots)
         result = self.op("gated_delta_net", (head_v * value_heads, rows), q, k, v, gate, beta, before)
         said = self.view(result, head_v, value_heads, each, sequences, strided=True)
@@ -502,6 +529,13 @@ class Builder:
         final = self.reshape(said, head_v * value_heads, each, sequences)
         result = self.product(self.layer_weight(layer, "ssm_out.weight"), final)
         return self.reshape(result, hyper.n_embd, n)
+
+    def _repeat_heads(self, tensor: Tensor, times: int) -> Tensor:
+        head, heads, each, sequences = tensor.shape
+        single = self.reshape(tensor, head, 1, heads, each * sequences)
+        return self.reshape(
+            self.op("repeat", (head, times, heads, each * sequences), single), head, times * heads, each, sequences
+        )
 
     def _state(self, layer: int, name: str, elements: int) -> Tensor:
         """`build_rs`: the sequences' states, gathered from the cache."""
@@ -537,7 +571,8 @@ class Builder:
         state = self.embeddings()
         hybrid = any(hyper.recurrent)
         # These keep every token's last hidden state, as a seed for prediction layers.
-        whole = hybrid or hyper.architecture == "gpt-oss"
+        after_norm = hybrid or hyper.architecture == "gemma4"
+        whole = after_norm or hyper.architecture == "gpt-oss"
         last = self.layers[-1]
         wanted = self.input("out_ids", self.outputs)
         for layer in self.layers:
@@ -549,7 +584,7 @@ class Builder:
             state, self.weight("output_norm.weight", self.devices[-1]), self.weight("output_norm.bias", self.devices[-1])
         )
         state.output = True
-        if hybrid:
+        if after_norm:
             state = self.op("get_rows", (hyper.n_embd, self.outputs), state, wanted)
             state.output = True
         return self._logits(state)
@@ -557,6 +592,8 @@ class Builder:
     def _logits(self, state: Tensor) -> Graph:
         name = "token_embd.weight" if self.model.tied else "output.weight"
         logits = self.product(self.weight(name, self.devices[-1]), state)
+        if "final_logit_softcapping" in self.flags:
+            logits = self.same("scale", self.same("unary", self.same("scale", logits)))
         logits.output = True
         self.graph.expand(logits)
         return self.graph
@@ -569,23 +606,37 @@ class Builder:
         if any(hyper.recurrent):
             self.graph.expand(tensor)
             tensor = self.delta_net(layer, tensor) if hyper.recurrent[layer] else self.gated_attention(layer, tensor)
-            second = "post_attention_norm.weight"
         else:
             tensor = self.attention(layer, tensor)
-            second = (
-                "ffn_norm.weight" if self.layer_weight(layer, "ffn_norm.weight") is not None else "post_attention_norm.weight"
-            )
         if wanted is not None:
             tensor = self.op("get_rows", (hyper.n_embd, self.outputs), tensor, wanted)
             residual = self.op("get_rows", (hyper.n_embd, self.outputs), residual, wanted)
-        if hyper.architecture in ("gemma2", "gemma3"):
-            tensor = self.norm(tensor, self.layer_weight(layer, "post_attention_norm.weight"))
+        before, after = (self.layer_weight(layer, name) for name in ("ffn_norm.weight", "post_attention_norm.weight"))
+        if before is not None and after is not None:
+            # Norms on both sides of each part.
+            tensor = self.norm(tensor, after)
         middle = self.same("add", tensor, residual)
-        tensor = self.norm(middle, self.layer_weight(layer, second), self.layer_weight(layer, "ffn_norm.bias"))
-        tensor = self.mix(layer, tensor)
-        if hyper.architecture in ("gemma2", "gemma3"):
-            tensor = self.norm(tensor, self.layer_weight(layer, "post_ffw_norm.weight"))
-        return self.same("add", tensor, middle)
+        if hyper.architecture == "gemma4" and self.layer_weight(layer, "ffn_gate_inp.weight") is not None:
+            tensor = self._mix_gemma4(layer, middle)
+        else:
+            tensor = self.norm(middle, before if before is not None else after, self.layer_weight(layer, "ffn_norm.bias"))
+            tensor = self.mix(layer, tensor)
+        last = self.layer_weight(layer, "post_ffw_norm.weight")
+        if last is not None:
+            tensor = self.norm(tensor, last)
+        result = self.same("add", tensor, middle)
+        scale = self.layer_weight(layer, "layer_output_scale.weight")
+        return result if scale is None else self.same("mul", result, scale)
+
+    def _mix_gemma4(self, layer: int, tensor: Tensor) -> Tensor:
+        """Dense and experts side by side, each between norms of its own; the router sees the input before the norm."""
+        dense = self.feed_forward(layer, self.norm(tensor, self.layer_weight(layer, "ffn_norm.weight")))
+        dense = self.norm(dense, self.layer_weight(layer, "post_ffw_norm_1.weight"))
+        into = self.norm(tensor, self.layer_weight(layer, "pre_ffw_norm_2.weight"))
+        router = self.same("scale", self.same("rms_norm", tensor))
+        router = self.same("mul", router, self.layer_weight(layer, "ffn_gate_inp.scale"))
+        said = self.experts(layer, into, normalise=True, routed_by=router)
+        return self.same("add", dense, self.norm(said, self.layer_weight(layer, "post_ffw_norm_2.weight")))
 
     def mix(self, layer: int, tensor: Tensor) -> Tensor:
         """The feed-forward part: dense, or experts with what else the file has beside them."""

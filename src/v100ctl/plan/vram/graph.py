@@ -80,7 +80,7 @@ class Mixture:
 
     probabilities: Tensor | None
     weights: Tensor
-    said: Tensor
+    said: tuple[Tensor, ...]
     result: Tensor
     glu: Tensor
     shared_glu: Tensor | None = None
@@ -361,7 +361,7 @@ def _fused(nodes: list[Tensor], mixtures: Sequence[Mixture]) -> tuple[list[Tenso
             up = mixture.glu.srcs[1]
             keep(mixture.shared_glu, up.srcs[1], up.srcs[2])
     for mixture in ours:
-        keep(mixture.result, mixture.said, mixture.weights)
+        keep(mixture.result, *mixture.said, mixture.weights)
         if mixture.probabilities is not None:
             first, last = place[id(mixture.probabilities)], place[id(mixture.weights)]
             for node in nodes[first : last + 1]:

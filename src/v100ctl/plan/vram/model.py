@@ -33,6 +33,7 @@ _FULL = frozenset({
 _WINDOWED: Mapping[str, tuple[int, int]] = {
     "gemma2": (2, 4096),
     "gemma3": (6, 0),
+    "gemma4": (6, 0),
     "gpt-oss": (2, 0),
     "cohere2": (4, 0),
     "olmo2": (4, 0),
@@ -222,6 +223,11 @@ def _hyper(header: ModelHeader) -> Hyper:
             tuple(bool(item) for item in listed)
             if isinstance(listed, list | tuple)
             else tuple(i < n_layer and (i + 1) % interval != 0 for i in range(n_all))
+        )
+    if number("embedding_length_per_layer_input"):
+        raise UnknownArchitectureError(
+            f"this `{architecture}` model has embeddings of its own for each layer, whose memory is not known",
+            hint="its larger sisters without them are known",
         )
     ff_expert = number("expert_feed_forward_length")
     shared = number("expert_shared_feed_forward_length") or number("expert_shared_count") * ff_expert
