@@ -207,6 +207,14 @@ def argv(
     return (*words, *spec.extra_args)
 
 
+def parser_argv(argv: Sequence[str]) -> tuple[str, ...]:
+    """The command that has the engine's own parser read ``argv``: it exits 1 on a word that it does not take, else with 0.
+
+    Neither a model nor a card is touched. Rules between arguments are not looked at: those are met when the server starts.
+    """
+    return (*argv, "--help")
+
+
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"

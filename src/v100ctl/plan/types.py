@@ -153,6 +153,7 @@ class Instance:
     ``gpus`` are the keys of its cards (UUIDs, once a driver tells them), ``budgets`` what it takes of each. What could not be
     computed is ``None``: ``largest_context_length`` (tokens per request that still fit) and ``decode_ceiling_tps`` (tokens per
     second that the cards' memory bandwidth allows one stream). ``published`` are figures that others gave for the like.
+    ``parser_argv`` makes the engine read its command line and end, without a model or a card; empty where it cannot.
     """
 
     name: str
@@ -171,6 +172,7 @@ class Instance:
     start_timeout_s: int
     context_length: int
     parallel: int
+    parser_argv: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     budgets: Mapping[str, GpuBudget] = field(default_factory=dict)
     largest_context_length: int | None = None
