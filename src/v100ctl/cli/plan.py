@@ -72,6 +72,7 @@ def command(
     With --explain-command, 0: every flag means what it says. 2: some are ignored, renamed or unwise. 1: some are refused by that
     version's parser or cannot work on that card.
     """
+    from v100ctl.catalog import load_catalog
     from v100ctl.cli.show import console, print_changes, print_host, print_instances, print_rules
     from v100ctl.examine import decide, examine
     from v100ctl.plan.report import exit_code, host_document, plan_document
@@ -121,6 +122,8 @@ def command(
                 print_changes(out, state)
             elif state.error is None:
                 out.print("  nothing would change")
+        age_days = load_catalog().age_days(as_of)
+        out.print(f"catalog checked on {document['catalog_as_of']}" + (f", {age_days} days ago" if age_days > 1 else ""))
     write_table(captured.get(), output)
     return exit_code(document)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
+from v100ctl.catalog import load_catalog
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError
 from v100ctl.plan.types import GpuBudget, plain_data
 
@@ -80,6 +81,7 @@ def plan_document(examined: Mapping[str, Examined], *, as_of: date) -> dict[str,
     return {
         "schema": PLAN_SCHEMA,
         "as_of": as_of.isoformat(),
+        "catalog_as_of": load_catalog().as_of.isoformat(),
         "hosts": {name: host_document(state) for name, state in examined.items()},
     }
 
