@@ -197,8 +197,8 @@ def test_settings_without_a_meaning(settings: dict[str, Any], meaningless: set[s
         (("--enable-prefix-caching",), {}, {}),
         (("--no-enable-prefix-caching",), {"--no-enable-prefix-caching": "unknown"}, {}),
         (("--chunked-prefill",), {"--chunked-prefill": "unknown"}, {"--chunked-prefill": "unknown"}),
-        (("--speculative-model", "M"), {}, {"--speculative-model": "unknown", "M": "unknown"}),
-        (("--speculative-config", "{}"), {"--speculative-config": "unknown", "{}": "unknown"}, {}),
+        (("--speculative-model", "M"), {}, {"--speculative-model": "unknown"}),
+        (("--speculative-config", "{}"), {"--speculative-config": "unknown"}, {}),
         (("--swap-space", "2"), {}, {}),
         (("--rope-scaling", '{"rope_type": "linear", "factor": 2.0}'), {}, {}),
         (("--rope-scaling", "yarn"), {"--rope-scaling": "value"}, {"--rope-scaling": "value"}),
@@ -208,7 +208,7 @@ def test_settings_without_a_meaning(settings: dict[str, Any], meaningless: set[s
         (("--max-model-len", "8k"), {"--max-model-len": "value"}, {}),
         (("--max-model-len", "1.5K"), {"--max-model-len": "value"}, {"--max-model-len": "value"}),
         (("--max-model-len",), {"--max-model-len": "missing-value"}, {"--max-model-len": "missing-value"}),
-        (("--max-num", "5"), {"--max-num": "unknown", "5": "unknown"}, {"--max-num": "unknown", "5": "unknown"}),
+        (("--max-num", "5"), {"--max-num": "unknown"}, {"--max-num": "unknown"}),
         (("-tp", "2"), {}, {}),
         (("-tp=2",), {}, {}),
         (("-tp2",), {"-tp2": "unknown"}, {"-tp2": "unknown"}),
@@ -270,6 +270,16 @@ def test_the_reports_own_line() -> None:
     ]
     for version in (OLD, NEW):
         assert refused(version, *report) == {"False": "unknown", "--chunked-prefill": "unknown"}
+
+
+def test_the_other_reports_line() -> None:
+    report = [
+        *("--max-model-len", "262144", "--kv-cache-type", "pxq", "--rope-scaling", "yarn", "--rope-factor", "8"),
+        *("--rope-alpha", "96", "--sparsity", "0.35", "--gpu-memory-utilization", "0.98"),
+    ]
+    unknown = dict.fromkeys(("--kv-cache-type", "--rope-factor", "--rope-alpha", "--sparsity"), "unknown")
+    for version in (OLD, NEW):
+        assert refused(version, *report) == {**unknown, "--rope-scaling": "value"}
 
 
 _ANY_WORD = st.one_of(

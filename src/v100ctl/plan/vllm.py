@@ -300,15 +300,22 @@ def check_argv(words: Sequence[str], parser: VllmParser, *, former: Mapping[str,
             problems.append(ArgvProblem("--config", "missing-value", "`--config` needs a file, and nothing follows"))
         del arguments[position : position + 2]
     switch: str | None = None
+    follows_unknown = False
     model_given = False
     for word, argument, values, spellings in split_argv(arguments, parser):
         if argument is None:
-            if style == "serve" and not model_given and not spellings and word != "--" and _is_value(word, parser):
+            is_word = word.startswith("-") and not _is_value(word, parser)
+            if style == "serve" and not model_given and not is_word:
                 model_given = True
+            elif follows_unknown and not is_word:
+                # The value of an argument that is told of already.
+                pass
             elif style != "serve" or not word.startswith("--config="):
                 problems.append(_unknown(word, spellings, parser, former, switch))
-            switch = word if word.startswith("-") else None
+            follows_unknown = follows_unknown or is_word
+            switch = None
             continue
+        follows_unknown = False
         switch = word if argument.is_switch else None
         if style == "serve" and argument.names[0] == "--model":
             message = "`vllm serve` takes the model as its first word and refuses `--model`"
