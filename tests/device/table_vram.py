@@ -28,7 +28,7 @@ def main() -> None:
             parts = [f"{sum(printed(run, card.uuid, kind)):.2f}" for kind in ("model", "KV", "RS", "compute")]
             highest = run["highest_mib"][device]
             peak = estimate.budgets[card.uuid].peak_bytes / MIB
-            name = run["model"] + (f", card {number}" if len(cards) > 1 else "")
+            name = run["model"] + (", eager" if run.get("eager") else "") + (f", card {number}" if len(cards) > 1 else "")
             row = [name, f"`{run['args']}`", *parts, str(run["loaded_mib"][device]), str(highest)]
             print("| " + " | ".join([*row, f"{peak:.0f}", f"{100 * (peak / highest - 1):+.2f} %"]) + " |")
 

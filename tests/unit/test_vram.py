@@ -24,6 +24,8 @@ GIB = 1 << 30
 MEASURED: dict[str, Any] = json.loads((Path(__file__).parent / "fixtures" / "vram" / "h200.json").read_text(encoding="utf-8"))
 #: What the measured card's own CUDA context and cuBLAS took (docs/measurements/vram.md says how that was told apart).
 CONTEXT_BYTES, LIBRARY_BYTES = 604 * MIB, 96 * MIB
+#: The same where every kernel is loaded at the start (CUDA_MODULE_LOADING=EAGER).
+EAGER_CONTEXT_BYTES, EAGER_LIBRARY_BYTES = 716 * MIB, 512 * MIB
 BANDWIDTH = 900e9
 
 
@@ -80,9 +82,9 @@ def measured_cards(run: dict[str, Any]) -> list[Card]:
             f"CUDA{number}",
             total_bytes=143771 * MIB,
             reserve_bytes=0,
-            context_bytes=CONTEXT_BYTES,
+            context_bytes=EAGER_CONTEXT_BYTES if run.get("eager") else CONTEXT_BYTES,
             bandwidth_bytes_per_s=4.8e12,
-            library_bytes=LIBRARY_BYTES,
+            library_bytes=EAGER_LIBRARY_BYTES if run.get("eager") else LIBRARY_BYTES,
             compute_capability="9.0",
             multiprocessors=132,
         )
@@ -110,8 +112,9 @@ def test_prediction_against_a_real_card(run: dict[str, Any]) -> None:
             ("compute", buffers.compute),
         ):
             parts = printed(run, card.uuid, kind)
-            # Each printed number is rounded to a hundredth.
-            assert abs(predicted / MIB - sum(parts)) <= 0.0051 * max(1, len(parts)), kind
+            # Each printed number is rounded to a hundredth. For compute buffers ten percent are promised.
+            allowed = 0.01 if kind == "compute" else 0.0051
+            assert abs(predicted / MIB - sum(parts)) <= allowed * max(1, len(parts)), kind
         highest = run["highest_mib"][str(run["devices"][number])]
         peak = estimate.budgets[card.uuid].peak_bytes / MIB
         assert highest * 0.95 <= peak <= highest * 1.05

@@ -49,7 +49,12 @@ _LATENT = frozenset({"deepseek2"})
 KNOWN = _FULL | _WINDOWED.keys() | _HYBRID | _IGNORES_WINDOW | _LATENT
 
 #: Whose compute buffers were compared with those of the engine, on a card (docs/measurements/vram.md).
-MEASURED = frozenset(("llama", "qwen2", "qwen3", "qwen3moe", "gemma3", "qwen35", "qwen35moe", "deepseek2", "gpt-oss"))
+MEASURED = frozenset(
+    (
+        "llama", "qwen2", "qwen3", "qwen3moe", "qwen3next", "qwen35", "qwen35moe", "gemma2", "gemma3", "gemma4", "deepseek2",
+        "gpt-oss",
+    )
+)  # fmt: skip
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
