@@ -46,6 +46,8 @@ def decide_cuda(
     makes = all(row.sm_min <= code <= row.sm_max for code in _architecture_codes(config))
     if installed is None and distribution is not None and makes:
         rules += _source_rules(row, distribution, catalog)
+    if installed is None and source is not None and driver is not None and makes:
+        rules += _beside_driver_rules(row, source, driver, distribution, catalog)
     patched = installed is None and source is not None and source.glibc_patched
     rules += _glibc_rules(row, facts, patched=patched)
     decision = CudaDecision(
@@ -148,6 +150,29 @@ def _source_rules(row: CudaRow, distribution: Distribution, catalog: Catalog) ->
         "refuse",
         f"{distribution.name} has no packages of CUDA {row.version}{reason}",
         nearest,
+    )
+
+
+def _beside_driver_rules(
+    row: CudaRow, source: PackageSource, driver: DriverDecision, distribution: Distribution | None, catalog: Catalog
+) -> Iterator[Rule]:
+    """Packages of a toolkit may ask for a driver newer than the code needs."""
+    if source.driver_min is None or int(driver.branch) >= int(source.driver_min):
+        return
+    able = [
+        item.branch
+        for item in catalog.drivers
+        if item.drives_volta
+        and int(item.branch) >= int(source.driver_min)
+        and distribution is not None
+        and any(way.usable for way in item.sources(distribution.id, distribution.version_id))
+    ]
+    yield Rule(
+        "cuda-package-needs-newer-driver",
+        "refuse",
+        f"{source_in_words(source)} has CUDA {row.version} in packages that need driver {source.driver_min} or newer; "
+        f"the host gets branch {driver.branch}",
+        f'`nvidia_driver_branch: "{able[-1]}"`' if able else "`llama_cpp_build_on: HOST` with another host",
     )
 
 

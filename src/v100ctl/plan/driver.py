@@ -254,15 +254,7 @@ def _kernel_rules(
             able = [
                 row.branch
                 for row in catalog.drivers
-                if row.drives_volta
-                and int(row.branch) > int(target.branch)
-                and any(item.usable for item in _sources(row, distribution))
-                and row.builds_for(
-                    next((item.version for item in _sources(row, distribution) if item.usable and item.version), None)
-                    or f"{row.branch}.999",
-                    facts.kernel,
-                )[0]
-                is not False
+                if row.drives_volta and int(row.branch) > int(target.branch) and _may_build(row, distribution, facts.kernel)
             ]
             upto = f" up to {entry.newest}" if entry.newest else f" before {entry.fails_from}"
             yield Rule(
@@ -289,3 +281,12 @@ def _kernel_rules(
             "DKMS would build for a kernel that does not run",
             f"the headers of {facts.kernel}, or a reboot into {facts.kernel_headers[-1]}",
         )
+
+
+def _may_build(branch: DriverBranch, distribution: Distribution | None, kernel: str) -> bool:
+    """Whether the distribution gets the branch from somewhere and nobody says that those modules fail for this kernel."""
+    source = next((item for item in _sources(branch, distribution) if item.usable), None)
+    if source is None:
+        return False
+    packaged_by = distribution.id if distribution and source.kind == "distribution" else None
+    return branch.builds_for(source.version or f"{branch.branch}.999", kernel, packaged_by)[0] is not False
