@@ -375,6 +375,28 @@ def test_a_header_without_dimensions_is_no_guess() -> None:
         vram.estimate(ModelHeader(format="gguf", architecture="llama"), Launch(4096), [v100()])
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("block_count", 2**31, "lacks its block count"),
+        ("block_count", "many", "make no sense"),
+        ("nextn_predict_layers", 99, "lacks its block count"),
+        ("attention.head_count_kv", [8, 8], "lists 2 values for its 64 layers"),
+        ("ssm.group_count", 0, "does not fit together"),
+        ("ssm.time_step_rank", 0, "does not fit together"),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_no_guess(key: str, value: object, said: str) -> None:
+    whole = header("qwen35-27b")
+    changed = whole.model_copy(update={"metadata": {**whole.metadata, f"qwen35.{key}": value}})
+    if key == "ssm.group_count":
+        tensors = tuple(tensor for tensor in whole.tensors if "ssm_beta" not in tensor.name)
+        joint = tuple(tensor._replace(name=tensor.name.replace("ssm_alpha", "ssm_ba")) for tensor in tensors)
+        changed = changed.model_copy(update={"tensors": joint})
+    with pytest.raises(vram.UnknownArchitectureError, match=said):
+        vram.estimate(changed, Launch(4096), [v100()])
+
+
 def test_a_file_without_a_needed_tensor_is_no_guess() -> None:
     whole = header("qwen3-8b")
     tensors = tuple(tensor for tensor in whole.tensors if not tensor.name.endswith("ffn_down.weight"))

@@ -218,7 +218,12 @@ def _compute(
 ) -> dict[str, Buffers]:
     """Compute buffers, and what kernels take beside them, by device."""
     builder = Builder(model, launch, devices, outputs=outputs, snapshots=snapshots, layers=kinds(model, devices))
-    graph = builder.build_prediction() if prediction else builder.build()
+    try:
+        graph = builder.build_prediction() if prediction else builder.build()
+    except (KeyError, IndexError, ValueError, ArithmeticError) as error:
+        raise UnknownArchitectureError(
+            f"the header of this `{model.hyper.architecture}` model does not fit together, so its memory cannot be computed"
+        ) from error
     names = [str(number) for number in range(len(cards)) if str(number) in devices]
     # With several cards four micro-batches are in flight (`GGML_SCHED_MAX_COPIES`), if nothing stays on the host.
     copies = 4 if len(names) > 1 and HOST not in devices else 1

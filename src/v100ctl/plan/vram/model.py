@@ -56,6 +56,8 @@ MEASURED = frozenset(
     )
 )  # fmt: skip
 
+#: `LLAMA_MAX_LAYERS` (src/llama-hparams.h).
+_LAYERS_MAX = 512
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
@@ -182,7 +184,19 @@ def _prepare(header: ModelHeader) -> Model:
         block = _BLOCK.match(tensor.name)
         weights.append(Weight(tensor.name, tensor.type, tensor.shape, tensor.size_bytes, int(block[1]) if block else None))
     by_name = {weight.name: weight for weight in weights}
-    return Model(_hyper(header), tuple(weights), "output.weight" not in by_name, by_name)
+    try:
+        hyper = _hyper(header)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise UnknownArchitectureError(
+            f"the header of this `{header.architecture}` model holds values that make no sense"
+        ) from error
+    for name in ("heads", "kv_heads", "ff", "windowed", "recurrent"):
+        if len(getattr(hyper, name)) != hyper.n_layer_all:
+            raise UnknownArchitectureError(
+                f"the header of this `{header.architecture}` model lists {len(getattr(hyper, name))} values for its "
+                f"{hyper.n_layer_all} layers"
+            )
+    return Model(hyper, tuple(weights), "output.weight" not in by_name, by_name)
 
 
 def _hyper(header: ModelHeader) -> Hyper:
@@ -203,8 +217,8 @@ def _hyper(header: ModelHeader) -> Hyper:
     n_nextn = number("nextn_predict_layers")
     n_layer = n_all - n_nextn
     n_embd = number("embedding_length")
-    heads = each("attention.head_count", 0)
-    if not n_all or not n_embd or not any(heads):
+    heads = each("attention.head_count", 0) if 0 < n_all <= _LAYERS_MAX else ()
+    if not 0 < n_all <= _LAYERS_MAX or not 0 <= n_nextn < n_all or n_embd <= 0 or not any(heads):
         raise UnknownArchitectureError(
             f"the header of this `{architecture}` model lacks its block count, embedding length or number of attention heads"
         )
