@@ -17,7 +17,6 @@ from rich.text import Text
 
 from v100ctl.apply.reporter import clean, clean_line
 from v100ctl.cli.options import HostOptions, write_output, write_table
-from v100ctl.cli.show import console
 from v100ctl.errors import V100ctlError
 from v100ctl.plan.command_line import LONGEST_TEXT
 
@@ -31,6 +30,8 @@ _STYLE = {"refused": "bold red", "fails": "bold red", "unwise": "yellow", "renam
 _VOLTA = "7.0"
 #: Below this many columns a table's cells would be a few letters wide: one finding is written below the other.
 _NARROW = 100
+#: Where there is no terminal.
+_WIDE = 240
 
 
 def explain_command(
@@ -61,11 +62,17 @@ def explain_command(
     if output_format == "json":
         write_output(json.dumps(explain_document(found), indent=2, ensure_ascii=False), output)
         return exit_code(found)
-    out = console(no_color=no_color, output=output)
+    out = _console(no_color=no_color, output=output)
     with out.capture() as captured:
         print_explanation(out, found)
     write_table(captured.get(), output)
     return exit_code(found)
+
+
+def _console(*, no_color: bool, output: Path | None) -> Console:
+    if output is not None or not sys.stdout.isatty():
+        return Console(file=sys.stdout, no_color=True, force_terminal=False, highlight=False, width=_WIDE)
+    return Console(file=sys.stdout, no_color=True if no_color else None, highlight=False)
 
 
 def _read(source: str) -> str:
@@ -196,4 +203,7 @@ def _value(value: object) -> str:
 
 
 def _why(finding: Finding) -> str:
-    return clean_line("; ".join(part for part in (finding.reason, finding.nearest) if part))
+    nearest = finding.nearest
+    if nearest is not None and finding.reason is not None and not nearest.startswith(("did you mean", "leave", "give")):
+        nearest = f"instead: {nearest}"
+    return clean_line("; ".join(part for part in (finding.reason, nearest) if part))

@@ -9,6 +9,7 @@ Shell quoting follows POSIX (XCU 2.2 to 2.7), units follow systemd.service(5) "C
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,13 @@ LOOKED_FOR = (
 )
 #: A text nested deeper than this (`sh -c` in `sh -c`, here-documents) is not followed: it is no command of a tutorial.
 _DEEPEST = 5
-#: More text than any tutorial has; the rest is not read.
-LONGEST_TEXT = 1_000_000
+#: More than any tutorial has; the rest is not read, so that no text takes long.
+LONGEST_TEXT = 200_000
+_MOST_COMMANDS = 40
+_MOST_WORDS = 400
+#: A longer first word is no shell prompt.
+_LONGEST_PROMPT = 200
+_LONGEST_QUOTATION = 1000
 
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\ufe58\ufe63\uff0d"
 _QUOTES = {"\u201c": "\u201d", "\u201e": "\u201c", "\u201d": "\u201d", "\u2018": "\u2019", "\u2019": "\u2019", "\u00ab": "\u00bb"}
@@ -104,13 +110,20 @@ def find_commands(text: str, images: Mapping[str, Program] | None = None) -> tup
     found = finder.text(_without_fences(text), 1, {}, 0)
     if not found:
         # A root prompt looks like a comment, and prose holds commands between backticks.
-        uncommented = re.sub(r"(?m)^(\s*)#\s+(?=\S)", r"\1", text)
+        uncommented = re.sub(r"(?m)^([ \t]*)#[ \t]+(?=\S)", r"\1", text)
         found = finder.text(uncommented, 1, {}, 0) if uncommented != text else []
     if not found:
         for number, line in enumerate(text.split("\n"), 1):
             for span in re.findall(r"`([^`]+)`", line):
                 found += finder.text(span, number, {}, 0)
-    return tuple(replace(command, remarks=(*remarks, *command.remarks)) for command in found)
+    return tuple(_bounded(replace(command, remarks=(*remarks, *command.remarks))) for command in found[:_MOST_COMMANDS])
+
+
+def _bounded(command: Command) -> Command:
+    if len(command.words) <= _MOST_WORDS:
+        return command
+    remark = Remark("too-long", f"only the first {_MOST_WORDS} words are explained", command.line, harmful=True)
+    return replace(command, words=command.words[:_MOST_WORDS], remarks=(*command.remarks, remark))
 
 
 def _plain_blanks(text: str, remarks: list[Remark]) -> str:
@@ -141,6 +154,12 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
 _OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "(", ")")
 _REDIRECTION = re.compile(r"(?:[0-9]{0,4}(?:<<<|<<-|<<|>>|>\||>&|<&|<>|>|<)|&>>|&>)")
 _PLACEHOLDER = re.compile(r"<[A-Za-z][^<>\n|;&]{0,80}>")
+
+
+#: A run of letters without meaning to the lexer.
+_PLAIN = re.compile(r"[^\s\\'\"$`<>&|;()0-9#" + "".join(_QUOTES) + "]+")
+_PLAIN_IN_QUOTES = re.compile(r"[^\\\"$`]+")
+_PLAIN_DIGITS = re.compile(r"[0-9]+")
 
 
 class _Lexer:
@@ -181,8 +200,10 @@ class _Lexer:
             elif character in "<>&|;()" or character.isdigit():
                 self._operator(character)
             else:
-                self._piece(_Piece(character))
-                self.position += 1
+                run = _PLAIN.match(text, self.position)
+                plain = run[0] if run else character
+                self._piece(_Piece(plain))
+                self.position += len(plain)
         self._end_word()
         self._end_command()
         return self.commands
@@ -190,16 +211,13 @@ class _Lexer:
     def _piece(self, piece: _Piece) -> None:
         if self.word is None:
             self.word = _Word(self.line)
-        pieces = self.word.pieces
-        if pieces and pieces[-1].kind == piece.kind == "text" and pieces[-1].quoted == piece.quoted:
-            pieces[-1] = replace(pieces[-1], text=pieces[-1].text + piece.text)
-        else:
-            pieces.append(piece)
+        self.word.pieces.append(piece)
 
     def _end_word(self) -> None:
         word, self.word = self.word, None
         if word is None:
             return
+        word.pieces = _joined(word.pieces)
         if self.redirect:
             if self.redirect != "target":
                 terminator = "".join(piece.text for piece in word.pieces)
@@ -218,11 +236,16 @@ class _Lexer:
         else:
             self.current.after_newline = newline
 
+    def _remark(self, remark: Remark) -> None:
+        """Once a line is enough."""
+        if not any((known.id, known.line) == (remark.id, remark.line) for known in self.remarks[-2:]) and len(self.remarks) < 20:
+            self.remarks.append(remark)
+
     def _backslash(self) -> None:
         rest = re.compile(r"\\([ \t]*)\n").match(self.text, self.position)
         if rest:
             if rest[1]:
-                self.remarks.append(
+                self._remark(
                     Remark(
                         "continuation-blank",
                         f"line {self.line} ends in a backslash with blanks after it: a shell ends the command there",
@@ -266,9 +289,10 @@ class _Lexer:
         typographic = character in _QUOTES
         closing = _QUOTES.get(character, character)
         start = self.position + 1
-        line_end = self.text.find("\n", start)
-        line_end = len(self.text) if line_end < 0 else line_end
-        end = self._closing(start, closing, double=character == '"')
+        # A typographic quote closes near by, if at all.
+        line_end = self.text.find("\n", start, start + _LONGEST_QUOTATION)
+        line_end = min(len(self.text), start + _LONGEST_QUOTATION) if line_end < 0 else line_end
+        end = self.text.find(closing, start, line_end) if typographic else self._closing(start, closing, double=character == '"')
         before, after = self.text[self.position - 1 : self.position], self.text[start : start + 1]
         apostrophe = character in "'\u2018\u2019" and before.isalpha() and after.isalpha() and not start <= end < line_end
         if (typographic and not start <= end < line_end) or apostrophe:
@@ -277,10 +301,11 @@ class _Lexer:
             self.position += 1
             return
         if end < 0:
-            self.remarks.append(Remark("quote-open", f"a quote in line {self.line} is never closed", self.line, harmful=True))
-            end = line_end
+            self._remark(Remark("quote-open", f"a quote in line {self.line} is never closed", self.line, harmful=True))
+            end = self.text.find("\n", start)
+            end = len(self.text) if end < 0 else end
         if typographic:
-            self.remarks.append(
+            self._remark(
                 Remark(
                     "typographic-quotes",
                     f"line {self.line} has typographic quotes ({character} {closing}), which a shell takes for letters; "
@@ -297,14 +322,15 @@ class _Lexer:
         self.position = end + 1 if end < len(self.text) and self.text[end] == closing else end
 
     def _closing(self, start: int, closing: str, *, double: bool) -> int:
+        if not double:
+            return self.text.find(closing, start)
         position = start
         while position < len(self.text):
-            if double and self.text[position] == "\\":
-                position += 2
-                continue
-            if self.text[position] == closing:
-                return position
-            position += 1
+            found = self.text.find(closing, position)
+            escape = self.text.find("\\", position, found if found >= 0 else len(self.text))
+            if escape < 0:
+                return found
+            position = escape + 2
         return -1
 
     def _double(self, start: int, end: int) -> None:
@@ -323,8 +349,10 @@ class _Lexer:
             elif character == "`":
                 self._backtick(quoted=True)
             else:
-                self._piece(_Piece(character, quoted=True))
-                self.position += 1
+                run = _PLAIN_IN_QUOTES.match(self.text, self.position, end)
+                plain = run[0] if run else character
+                self._piece(_Piece(plain, quoted=True))
+                self.position += len(plain)
         self.position = position
 
     def _dollar(self, *, quoted: bool) -> _Piece:
@@ -345,7 +373,7 @@ class _Lexer:
             if match:
                 self.position = match.end()
                 return _Piece(match[1], "array" if match[2] else "variable", quoted, match[3])
-            end = text.find("}", start)
+            end = text.find("}", start, start + 200)
             if end > 0:
                 self.position = end + 1
                 return _Piece(text[start : end + 1], "opaque", quoted)
@@ -383,8 +411,10 @@ class _Lexer:
             self.position = redirection.end()
             return
         if character.isdigit():
-            self._piece(_Piece(character))
-            self.position += 1
+            run = _PLAIN_DIGITS.match(self.text, self.position)
+            plain = run[0] if run else character
+            self._piece(_Piece(plain))
+            self.position += len(plain)
             return
         operator = next(item for item in _OPERATORS if self.text.startswith(item, self.position))
         if operator == "(" and self.word is not None and "".join(piece.text for piece in self.word.pieces).endswith("="):
@@ -397,6 +427,17 @@ class _Lexer:
         self._end_word()
         self._end_command()
         self.position += len(operator)
+
+
+def _joined(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Neighbours of one kind as one piece."""
+    joined: list[_Piece] = []
+    for (kind, quoted), group in itertools.groupby(pieces, key=lambda piece: (piece.kind, piece.quoted)):
+        if kind == "text":
+            joined.append(_Piece("".join(piece.text for piece in group), quoted=quoted))
+        else:
+            joined += group
+    return joined
 
 
 def _balanced(text: str, start: int) -> int:
@@ -433,12 +474,13 @@ def _unescape(text: str) -> str:
 def _expand(word: _Word, variables: Mapping[str, str]) -> list[str]:
     """The fields that a word becomes. What is not known stays as it is written."""
     fields: list[str] = []
-    current, started = "", False
+    current: list[str] = []
+    started = False
     for piece in word.pieces:
         value = piece.text
         if piece.kind == "array" and piece.text in variables:
-            fields += [*([current] if current else []), *_array(variables[piece.text], variables)]
-            current, started = "", False
+            fields += [*(["".join(current)] if any(current) else []), *_array(variables[piece.text], variables)]
+            current, started = [], False
             continue
         if piece.kind == "array":
             value = f"${{{piece.text}[@]}}"
@@ -449,16 +491,18 @@ def _expand(word: _Word, variables: Mapping[str, str]) -> list[str]:
                 if not parts:
                     continue
                 if value[:1].isspace() and started:
-                    fields.append(current)
-                    current = ""
+                    fields.append("".join(current))
+                    current = []
                 for part in parts[:-1]:
-                    fields.append(current + part)
-                    current = ""
-                current, started = current + parts[-1], True
+                    fields.append("".join((*current, part)))
+                    current = []
+                current.append(parts[-1])
+                started = True
                 continue
-        current, started = current + value, True
+        current.append(value)
+        started = True
     if started:
-        fields.append(current)
+        fields.append("".join(current))
     return fields
 
 
@@ -614,7 +658,7 @@ class _Finder:
         self, words: Sequence[str], lines: Sequence[int], line: int, environment: Mapping[str, str], depth: int
     ) -> Iterator[Command]:
         start = 0
-        while start < len(words) and (words[start] in _KEYWORDS or _PROMPTS.fullmatch(words[start])):
+        while start < len(words) and (words[start] in _KEYWORDS or _is_prompt(words[start])):
             start += 1
         own: dict[str, str] = dict(environment)
         wrappers: list[tuple[str, ...]] = []
@@ -772,6 +816,10 @@ class _Finder:
             for command in self._simple(words, [number] * len(words), number, environment, depth):
                 found.append(replace(command, origin="systemd", remarks=(*command.remarks, *own)))
         return found
+
+
+def _is_prompt(word: str) -> bool:
+    return len(word) <= _LONGEST_PROMPT and _PROMPTS.fullmatch(word) is not None
 
 
 def _unsplit(word: _Word) -> _Word:

@@ -17,7 +17,8 @@ from v100ctl.catalog import load_catalog
 from v100ctl.catalog.history import load_history
 from v100ctl.errors import V100ctlError
 from v100ctl.fleet import parse_config
-from v100ctl.plan import llama_cpp
+from v100ctl.plan import llama_cpp, vllm
+from v100ctl.plan.command_line import LONGEST_TEXT
 from v100ctl.plan.explain import Card, CommandExplanation, Explanation, explain
 from v100ctl.plan.explain.report import exit_code
 
@@ -168,7 +169,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.lists(PIECES, max_size=25).map(" ".join), st.lists(PIECES, max_size=25).map("".join)))
 def test_no_text_is_too_odd(text: str) -> None:
     try:
@@ -179,6 +180,34 @@ def test_no_text_is_too_odd(text: str) -> None:
     assert found.commands
     for command in found.commands:
         yaml.safe_load(command.inventory or "{}")
+
+
+HOSTILE = [
+    "'",
+    "\u201c",
+    "\u2019",
+    "${",
+    "$",
+    "(",
+    "<<A",
+    "\\",
+    "\n",
+    "# ",
+    "1",
+    "a'",
+    "@",
+    "[",
+    "\nExecStart=",
+    "bash -c ",
+    "-x ",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_no_text_takes_long(piece: str) -> None:
+    """A text is bounded, and so is what any of it costs: a step that grows with the square of the text would hang here."""
+    text = piece * (LONGEST_TEXT // len(piece))
+    assert explained(f"llama-server -m /m {text}").commands[0].program == "llama-server"
 
 
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
@@ -194,7 +223,7 @@ def test_quoted_words_are_read_as_a_shell_reads_them(words: list[str]) -> None:
     assert list(command.words) == plain
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([row.build for row in CATALOG.llama_cpp]),
     st.fixed_dictionaries(
@@ -242,6 +271,45 @@ def test_what_the_plan_renders_means_what_it_says(build: int, chosen: dict[str, 
     came_back = again.settings.model_dump(exclude_none=True)
     assert {key: came_back.get(key) for key in wanted} == wanted
     assert not set(again.extra_args) - {"--fit", "off", "--no-ui", "--offline"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(CATALOG.vllm_versions),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "context_length": st.integers(16, 100_000),
+            "parallel": st.integers(1, 16),
+            "gpu_memory_utilization": st.floats(0.3, 0.97),
+            "swap_space_gib": st.integers(0, 8),
+            "enforce_eager": st.booleans(),
+            "chunked_prefill": st.just(False),
+            "dtype": st.sampled_from(["half", "float16"]),
+            "quantization": st.sampled_from(["gptq", "bitsandbytes"]),
+            "log_requests": st.booleans(),
+            "served_model_name": st.sampled_from(["m", "a b"]),
+        },
+    ),
+)
+def test_what_the_plan_renders_for_vllm_means_what_it_says(version: str, chosen: dict[str, Any]) -> None:
+    config = make_config({"engine": "vllm", "model": {"path": "/srv/m", "sha256": "ab" * 32, "url": None}, "settings": chosen})
+    row = CATALOG.vllm(version)
+    assert row is not None
+    spec = config.llm_server_instances["chat"]
+    alias = spec.settings.served_model_name or "chat"
+    argv = vllm.argv(spec, row, release_path="/opt/x", model_path="/srv/m", alias=alias)
+    found = explained(shlex.join(argv), {"vllm": version})
+    assert exit_code(found) == 0, lines(found.commands[0])
+    snippet = yaml.safe_load(found.commands[0].inventory)
+    snippet["llm_server_instances"]["chat"]["model"]["sha256"] = "ab" * 32
+    came_back = parse_config("h1", snippet).llm_server_instances["chat"].settings.model_dump(exclude_none=True)
+    wanted = {
+        name: value
+        for name, value in spec.settings.model_dump(exclude_none=True).items()
+        if row.words(name, str(value).lower() if isinstance(value, bool) else str(value)) != ()
+    }
+    assert {key: came_back.get(key) for key in wanted} == wanted
 
 
 SECRETS = [
