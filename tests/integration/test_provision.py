@@ -178,14 +178,26 @@ def test_a_changed_setting_restarts_the_server_once(lab_host: RunningHost, inven
     assert load_fleet([inventory]).hosts[lab_host.name].config.llm_server_instances["chat"].settings.parallel == 2
 
 
-def test_a_flag_the_engine_refuses_fails_with_its_own_words_and_can_be_taken_back(lab_host: RunningHost, inventory: Path) -> None:
+def test_a_command_line_that_the_engine_refuses_leaves_its_server_as_it_is(lab_host: RunningHost, inventory: Path) -> None:
+    serving = f"systemctl show --value --property MainPID,NeedDaemonReload {UNIT}; sha256sum {UNIT_FILE} /etc/v100ctl/host.json"
+    before = on_host(lab_host, serving)
+    # What the catalog knows is refused before Ansible runs.
     write_variables(inventory, serving_variables(extra_args=["--no-such-flag"]))
+    done = v100ctl("provision", "-i", inventory)
+    assert done.code == 1
+    assert "argv-refused" in done.err
+    assert "--no-such-flag" in done.err
+    # Which devices there are only the engine on the host knows.
+    write_variables(inventory, serving_variables(extra_args=["--device", "CUDA7"]))
     done = v100ctl("provision", "-i", inventory, "--json")
     assert done.code == 1
-    assert "no-such-flag" in done.document["hosts"][lab_host.name]["message"]
-    write_variables(inventory, serving_variables())
+    message = done.document["hosts"][lab_host.name]["message"]
+    assert "the engine refuses its command line" in message
+    assert "invalid device: CUDA7" in message
+    assert on_host(lab_host, serving) == before
+    write_variables(inventory, serving_variables(settings={"context_length": 1024, "parallel": 2}))
     done = v100ctl("provision", "-i", inventory, "--json")
-    assert done.code == 0, done.err
+    assert (done.code, done.document["hosts"][lab_host.name]["status"]) == (0, "unchanged"), done.err
 
 
 def test_an_instance_that_is_absent_is_removed(lab_host: RunningHost, inventory: Path) -> None:

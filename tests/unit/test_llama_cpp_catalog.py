@@ -399,3 +399,9 @@ class TestExtraction:
         path.write_text(SOURCE.replace('common_arg({"--two"}', 'make_arg({"--two"}'), encoding="utf-8")
         with pytest.raises(extract_llama_cpp.ExtractError, match="no common_arg"):
             extract_llama_cpp.flags(tree)
+
+
+def test_the_plan_says_how_the_engine_itself_is_asked() -> None:
+    (instance,) = make_plan().instances
+    assert instance.parser_argv == (*instance.argv, "--help")
+    assert make_plan().to_role_variables()["instances"][0]["parser_argv"] == list(instance.parser_argv)

@@ -333,6 +333,7 @@ class Planner:
             start_timeout_s=START_TIMEOUT_S,
             context_length=context_length,
             parallel=parallel,
+            parser_argv=llama_cpp.parser_argv(argv) if spec.engine == "llama_cpp" else (),
             gpus=tuple(card.key for card in self._chosen.get(name, ())),
         )
 
