@@ -5,6 +5,7 @@
     tests/bench/bench.py noop             a provision that changes nothing beside ansible-playbook of the same playbook, same host
     tests/bench/bench.py warm-try         a second `try` (the host is up)
     tests/bench/bench.py cold-try         the first `try` beside the bare compile of the same release; takes over 20 minutes a run
+    tests/bench/bench.py plan-fleet       planning 1,000 hosts offline beside ansible-inventory of the same inventory
     tests/bench/bench.py model-header     reading the header of a 20 GB GGUF file: from disk, over HTTP, by the `gguf` package
 
 Medians and ratios are what to quote: machines are noisy. Run from a checkout, as root, after `./v100ctl try` for `noop`.
@@ -100,12 +101,31 @@ def model_header_commands() -> list[Command]:
     ]
 
 
+def plan_fleet_commands() -> list[Command]:
+    """Planning 1,000 hosts offline, beside Ansible's own reading of the same inventory."""
+    sys.path.insert(0, str(ROOT / "tests/bench"))
+    from plan_fleet import make
+
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    inventory, facts = make(folder, 1000)
+    plan = [LAUNCHER, "plan", "-i", str(inventory), "--offline", "--facts", str(facts)]
+    # A plan that would change something ends with 2.
+    changes = "; [ $? -eq 2 ]"
+    return [
+        Command("ansible-inventory --list", [str(VENV_BIN / "ansible-inventory"), "-i", str(inventory), "--list"]),
+        Command("plan --json, 1,000 hosts", ["sh", "-c", shlex.join([*plan, "--json"]) + changes]),
+        Command("plan, 1,000 hosts", ["sh", "-c", shlex.join(plan) + changes]),
+    ]
+
+
 BENCHMARKS: dict[str, Callable[[], list[Command]]] = {
     "help": help_commands,
     "noop": noop_commands,
     "warm-try": warm_try_commands,
     "cold-try": cold_try_commands,
     "model-header": model_header_commands,
+    "plan-fleet": plan_fleet_commands,
 }
 
 

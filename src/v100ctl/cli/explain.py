@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 from rich.console import Console
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from v100ctl.facts import Facts
     from v100ctl.plan.explain.types import Card, CommandExplanation, Explanation, Finding
 
+_Pin = TypeVar("_Pin", int, str)
 _STYLE = {"refused": "bold red", "fails": "bold red", "unwise": "yellow", "renamed": "yellow", "ignored": "yellow", "ok": "green"}
 #: A card of this compute capability is what the toolkit is for.
 _VOLTA = "7.0"
@@ -58,7 +59,14 @@ def explain_command(
     catalog = load_catalog()
     llama_cpp_build, vllm_version = _versions(engine_versions, hosts, catalog)
     card = _card(gpu, facts, catalog)
-    found = explain(_read(source), catalog, llama_cpp_build=llama_cpp_build, vllm_version=vllm_version, card=card)
+    text = _read(source)
+    try:
+        found = explain(text, catalog, llama_cpp_build=llama_cpp_build, vllm_version=vllm_version, card=card)
+    except KeyError as error:
+        raise V100ctlError(
+            f"nobody has read what {error.args[0]}, which the inventory pins, takes",
+            hint=f"`--engine-version`: {', '.join((*map(str, catalog.llama_cpp_parser_builds), *catalog.vllm_versions))}",
+        ) from error
     if output_format == "json":
         write_output(json.dumps(explain_document(found), indent=2, ensure_ascii=False), output)
         return exit_code(found)
@@ -112,16 +120,18 @@ def _versions(asked: Sequence[str], hosts: HostOptions, catalog: Catalog) -> tup
             )
     if build is None or version is None:
         named = bool(hosts.inventory) or inventory_is_named()
-        config = next(iter(hosts.fleet().hosts.values())).config if named else parse_config("defaults", {})
-        build = build or config.llama_cpp_build
-        version = version or config.vllm_version
-    if build not in builds or version not in versions:
-        wanted = f"llama.cpp {build}" if build not in builds else f"vLLM {version}"
-        raise V100ctlError(
-            f"nobody has read what {wanted}, which the inventory pins, takes",
-            hint=f"`--engine-version`: llama.cpp {', '.join(map(str, builds))}, vLLM {', '.join(versions)}",
-        )
+        configs = [host.config for host in hosts.fleet().hosts.values()] if named else [parse_config("defaults", {})]
+        build = build or _pinned("llama_cpp_build", [config.llama_cpp_build for config in configs])
+        version = version or _pinned("vllm_version", [config.vllm_version for config in configs])
     return build, version
+
+
+def _pinned(variable: str, pins: Sequence[_Pin]) -> _Pin:
+    """The first host's pin; where the hosts differ, that is said."""
+    others = sorted({str(pin) for pin in pins} - {str(pins[0])})
+    if others:
+        click.echo(f"note: hosts differ in `{variable}`; read as {pins[0]}, not {', '.join(others)}", err=True)
+    return pins[0]
 
 
 def _card(gpu: str | None, facts: Facts | None, catalog: Catalog) -> Card:

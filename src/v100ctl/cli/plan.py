@@ -73,7 +73,7 @@ def command(
     version's parser or cannot work on that card.
     """
     from v100ctl.catalog import load_catalog
-    from v100ctl.cli.show import console, print_changes, print_host, print_instances, print_rules
+    from v100ctl.cli.show import lines_console, print_changes, print_host, print_instances, print_rules
     from v100ctl.examine import decide, examine
     from v100ctl.plan.report import exit_code, host_document, plan_document
 
@@ -111,7 +111,7 @@ def command(
     if output_format == "json":
         write_output(json.dumps(document, indent=2), output)
         return exit_code(document)
-    out = console(no_color=no_color, output=output)
+    out = lines_console(no_color=no_color, output=output)
     with out.capture() as captured:
         for state in examined.values():
             described: dict[str, Any] = host_document(state)

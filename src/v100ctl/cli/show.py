@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -22,6 +24,36 @@ _SEVERITY_STYLE = {"refuse": "bold red", "warn": "yellow", "info": "dim", "error
 _WIDE_ENOUGH = 120
 
 
+class PlainConsole:
+    """Where nobody looks at colours: text goes out as it is, and no line is cut or folded to a width.
+
+    The part of :class:`rich.console.Console` that this package uses; a fleet's plan is tens of thousands of lines, for which
+    rich's layout takes longer than the planning.
+    """
+
+    def __init__(self) -> None:
+        self._text = io.StringIO()
+
+    def print(self, *renderables: Text | str) -> None:
+        """One line for each text."""
+        for renderable in renderables:
+            self._text.write(f"{renderable.plain if isinstance(renderable, Text) else renderable}\n")
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[PlainConsole]:
+        """Everything that is printed inside; :meth:`get` has it."""
+        self._text = io.StringIO()
+        yield self
+
+    def get(self) -> str:
+        """What was printed."""
+        return self._text.getvalue()
+
+
+#: Either, as far as commands print to it.
+Out = Console | PlainConsole
+
+
 def console(*, no_color: bool = False, output: Path | None = None) -> Console:
     """The console for data on stdout, or for the file ``output``. Not a terminal: plain lines, never cut to a width."""
     if output is not None or not sys.stdout.isatty():
@@ -29,7 +61,14 @@ def console(*, no_color: bool = False, output: Path | None = None) -> Console:
     return Console(file=sys.stdout, no_color=True if no_color else None, highlight=False)
 
 
-def print_host(out: Console, state: Examined, verdict: str) -> None:
+def lines_console(*, no_color: bool = False, output: Path | None = None) -> Out:
+    """Like :func:`console`, for output that is all lines of text."""
+    if output is not None or not sys.stdout.isatty():
+        return PlainConsole()
+    return console(no_color=no_color)
+
+
+def print_host(out: Out, state: Examined, verdict: str) -> None:
     """One host's heading, and the error that kept it from being asked."""
     probe = f"  (probe {state.facts.probe_ms:.0f} ms)" if state.facts else ""
     out.print(Text.assemble((clean_line(state.host.name), "bold"), f"  {verdict}{probe}"))
@@ -65,7 +104,7 @@ def findings_table(findings: Iterable[Finding]) -> Table:
 _DIFF_LINES = 60
 
 
-def print_changes(out: Console, state: Examined) -> None:
+def print_changes(out: Out, state: Examined) -> None:
     """What a plan would change on one host: grouped by role, in the order in which roles run, as a diff."""
     by_role: dict[str, list[Finding]] = {}
     for finding in state.changes:
@@ -82,7 +121,7 @@ _ROLE_ORDER = ("preflight", "nvidia_driver", "cuda_toolkit", "llama_cpp", "vllm"
 _SYMBOLS = {"missing": ("+", "green"), "unwanted": ("-", "red")}
 
 
-def _print_change(out: Console, state: Examined, finding: Finding) -> None:
+def _print_change(out: Out, state: Examined, finding: Finding) -> None:
     kind, _, subject = finding.id.partition(":")
     kind, _, what = kind.rpartition(".")
     symbol, style = _SYMBOLS.get(what, ("~", "yellow"))
@@ -103,7 +142,7 @@ def _print_change(out: Console, state: Examined, finding: Finding) -> None:
         _print_diff(out, finding.actual, finding.expected)
 
 
-def _print_diff(out: Console, before: str, after: str) -> None:
+def _print_diff(out: Out, before: str, after: str) -> None:
     lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:]
     for line in lines[:_DIFF_LINES]:
         style = "green" if line.startswith("+") else "red" if line.startswith("-") else "dim"
@@ -143,7 +182,7 @@ def bar(budget: GpuBudget) -> Text:
     return text
 
 
-def print_instances(out: Console, state: Examined) -> None:
+def print_instances(out: Out, state: Examined) -> None:
     """For each instance on cards: a bar of each card's memory, the largest context, and the ceiling of its speed."""
     if state.plan is None:
         return
@@ -172,7 +211,7 @@ def print_instances(out: Console, state: Examined) -> None:
             out.print(Text(f"      {ceiling}" + "".join(f"; {row.in_words()}" for row in instance.published)))
 
 
-def print_rules(out: Console, state: Examined) -> None:
+def print_rules(out: Out, state: Examined) -> None:
     """The verdicts of one host's plan, worst first."""
     if state.plan is None:
         return

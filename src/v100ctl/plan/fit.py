@@ -21,7 +21,10 @@ MARGIN_BYTES = 128 * 1024**2
 
 @dataclass(frozen=True)
 class Fit:
-    """What one instance takes of its cards. ``largest_context_length`` is in tokens per request, 0 where no context fits."""
+    """What one instance takes of its cards.
+
+    ``largest_context_length`` is in tokens per request, 0 where no context fits. ``notes`` say what the figures leave out.
+    """
 
     budgets: Mapping[str, GpuBudget]
     largest_context_length: int
@@ -29,6 +32,7 @@ class Fit:
     header: ModelHeader
     launch: vram.Launch
     cards: tuple[vram.Card, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def short_bytes(self) -> int:
@@ -149,6 +153,7 @@ def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, .
         header=same.header,
         launch=launch,
         cards=cards,
+        notes=estimate.notes,
     )
 
 

@@ -213,7 +213,12 @@ class Planner:
         chosen = self._chosen.get(name, ())
         environment = {}
         if chosen:
-            environment = {**_BY_BUS, "CUDA_VISIBLE_DEVICES": ",".join(card.visible_as for card in chosen)}
+            # Eager loading, the default before CUDA 12.2, fills the card with kernels that are never called.
+            environment = {
+                **_BY_BUS,
+                "CUDA_MODULE_LOADING": "LAZY",
+                "CUDA_VISIBLE_DEVICES": ",".join(card.visible_as for card in chosen),
+            }
         self._add_instance(
             name,
             spec,

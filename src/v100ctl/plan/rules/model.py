@@ -145,6 +145,8 @@ def fit_rules(
             "no `gpu_layers`, and a smaller quantisation or context if that does not fit",
             instance=name,
         )
+    for note in found.notes:
+        yield Rule("memory-note", "info", f"memory: {note}", None, instance=name)
     for key, budget in found.budgets.items():
         others = neighbours.get(key, ())
         others_bytes = sum(item.peak_bytes for _, item in others)
