@@ -31,7 +31,23 @@ TIMEOUT_S = 600
 
 #: Runs in the version's own interpreter (Python >= 3.9) and prints one JSON object on file descriptor 3.
 _ASK = r'''
-import argparse, enum, importlib, json, os, sys
+import argparse, enum, importlib, json, os, sys, typing
+
+from vllm.engine import arg_utils
+
+# Where an argument has two lists of choices this version takes the first of a set, another one at each start: only what
+# both have is taken every time.
+first_type = getattr(arg_utils, "get_type", None)
+
+def common_type(hints, kind):
+    found = [hint for hint in hints if arg_utils.is_type(hint, kind)]
+    if kind is typing.Literal and len(found) > 1:
+        shared = set.intersection(*(set(typing.get_args(hint)) for hint in found))
+        return typing.Literal[tuple(sorted(shared))]
+    return first_type(hints, kind)
+
+if first_type is not None:
+    arg_utils.get_type = common_type
 
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 try:
@@ -208,7 +224,9 @@ def ask(python: Path, *, source_tree: Path | None = None) -> dict[str, Any]:
         ExtractError: It does not import, or says nothing.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VLLM_"))}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONHASHSEED": "0"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    # The engine that runs on Volta; its defaults differ from the other's.
+    environment |= {"VLLM_USE_V1": "0", "PYTHONHASHSEED": "0"}
     if source_tree is not None:
         environment["PYTHONPATH"] = str(source_tree)
     with tempfile.TemporaryDirectory() as folder:

@@ -67,7 +67,7 @@ class VllmArgument(Row):
             return f"takes NAME=PATH, not `{value}`"
         elif (
             self.type == "named-path-or-json"
-            and value
+            and value not in ("", "None")
             and not (_is_object(value) or (value.count("=") == 1 and "," not in value))
         ):
             return f"takes NAME=PATH or a JSON object, not `{value}`"
