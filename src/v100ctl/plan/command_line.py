@@ -162,6 +162,10 @@ _PLAIN_IN_QUOTES = re.compile(r"[^\\\"$`]+")
 _PLAIN_DIGITS = re.compile(r"[0-9]+")
 
 
+_Redirect = Literal["", "target", "document", "document-tabs"]
+_HERE_DOCUMENTS: dict[str, _Redirect] = {"<<": "document", "<<-": "document-tabs"}
+
+
 class _Lexer:
     """Text to simple commands. Never fails: what a shell would wait for more of ends where the line ends, with a remark."""
 
@@ -175,7 +179,7 @@ class _Lexer:
         self.word: _Word | None = None
         #: Here-documents whose bodies begin at the next line: terminator, tabs stripped, command.
         self.pending: list[tuple[str, bool, _Simple]] = []
-        self.redirect: Literal["", "target", "document", "document-tabs"] = ""
+        self.redirect: _Redirect = ""
 
     def commands_of(self) -> list[_Simple]:
         text = self.text
@@ -407,7 +411,7 @@ class _Lexer:
         if redirection:
             self._end_word()
             here = redirection[0].lstrip("0123456789")
-            self.redirect = {"<<": "document", "<<-": "document-tabs"}.get(here, "target")  # type: ignore[assignment]
+            self.redirect = _HERE_DOCUMENTS.get(here, "target")
             self.position = redirection.end()
             return
         if character.isdigit():

@@ -68,6 +68,18 @@ def test_an_inventorys_pins_count(text: Path, capsys: pytest.CaptureFixture[str]
     assert run(["plan", "-i", str(inventory), "--engine-version", "11434", "--explain-command", str(text)]) == 1
 
 
+def test_hosts_with_different_pins_are_spoken_of(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inventory = text.with_name("hosts.yml")
+    inventory.write_text(
+        "all: {hosts: {h1: {llama_cpp_build: 9851}, h2: {llama_cpp_build: 11434, vllm_version: 0.9.2}}}\n", encoding="utf-8"
+    )
+    assert run(["plan", "-i", str(inventory), "--explain-command", str(text)]) == 0
+    assert "hosts differ in `llama_cpp_build`; read as 9851, not 11434" in capsys.readouterr().err
+    text.write_text("vllm serve m --dtype half --host ::1\n", encoding="utf-8")
+    assert run(["plan", "-i", str(inventory), "-l", "h2", "--explain-command", str(text)]) == 1
+    assert "0.9.2, which the inventory pins" in capsys.readouterr().err
+
+
 def test_both_engines_versions_can_be_asked_for(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text.write_text(GOOD + "vllm serve m --dtype half --host ::1 --enable-chunked-prefill=False\n", encoding="utf-8")
     arguments = [
