@@ -98,6 +98,14 @@ class CudaFlashAttention(Row):
         return "converted" if {type_k, type_v} <= set(self.convertible) else "cpu"
 
 
+class CudaSizes(Row):
+    """What a CUDA build and its release take on disk beside those for the processor."""
+
+    source: str
+    build_bytes: int
+    release_bytes: int
+
+
 class LlamaCppBuild(Row):
     """One build of llama.cpp that can be compiled and launched."""
 
@@ -110,6 +118,7 @@ class LlamaCppBuild(Row):
     targets: tuple[str, ...]
     build_bytes: int
     release_bytes: int
+    cuda_beside: CudaSizes
     cmake_options: CmakeOptions
     cpu_level: str
     flags: LlamaCppFlags

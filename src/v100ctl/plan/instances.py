@@ -398,10 +398,13 @@ class Planner:
 
     def _decide_fits(self) -> None:
         names = {card.key: f"card {card.index} ({card.name})" for card in self._cards}
+        # vLLM takes its share whatever the others take; its own rules speak of it.
+        budgets = {name: instance.budgets for name, instance in self.instances.items() if name not in self._fits}
+        budgets |= {name: found.budgets for name, found in self._fits.items()}
         for name, found in self._fits.items():
             neighbours: dict[str, list[tuple[str, GpuBudget]]] = {}
-            for other, theirs in self._fits.items():
-                for key, budget in theirs.budgets.items():
+            for other, theirs in budgets.items():
+                for key, budget in theirs.items():
                     if other != name and key in found.budgets:
                         neighbours.setdefault(key, []).append((other, budget))
             self.instance_verdicts += fit_rules(name, self._specs[name], found, neighbours, names)

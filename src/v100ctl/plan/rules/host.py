@@ -83,9 +83,10 @@ def space_rules(
         found = facts.release(release.path)
         if row is not None and (found is None or found.problem):
             # The archive is unpacked beside the final folder, so for a moment both lie there.
-            need("/opt/v100ctl", 2 * row.release_bytes)
+            cuda = release.build["backend"] == "cuda"
+            need("/opt/v100ctl", 2 * (row.release_bytes + (row.cuda_beside.release_bytes if cuda else 0)))
             if builds_here:
-                need("/var/lib/v100ctl", row.build_bytes)
+                need("/var/lib/v100ctl", row.build_bytes + (row.cuda_beside.build_bytes if cuda else 0))
     for model in models:
         present = facts.models.get(model.path)
         if model.source["kind"] != "host" and not (present and present.exists) and model.size_bytes:
