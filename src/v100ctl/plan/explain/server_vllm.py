@@ -39,8 +39,6 @@ from v100ctl.plan.vllm import split_argv
 from v100ctl.plan.vram.types import Card as GpuCard
 
 _DEFAULT_PORT = 8000
-#: The release that began to refuse `--model` beside `serve` (vllm/utils.py); until then it was overwritten.
-_SERVE_REFUSES_MODEL = "0.8.5"
 #: The least compute capability with the instructions that the `volta_prefill` kernels need (Ampere).
 _AMPERE = 8.0
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
@@ -569,17 +567,10 @@ def _model(reading: _Reading) -> None:
             )
         return
     if said is not None:
-        refuses = Version(reading.row.version) >= Version(_SERVE_REFUSES_MODEL)
-        if refuses or reading.model is None:
-            reason = "with `vllm serve` this version wants the model as a word of its own"
-            nearest = f"`vllm serve {said.values[0]}`"
-            _judge(reading, said, Finding(said.words, "refused", "model-with-serve", reason=reason, nearest=nearest))
-        else:
-            _judge(
-                reading,
-                said,
-                Finding(said.words, "ignored", "model-with-serve", reason=f"`{reading.model}` is served", nearest="leave it out"),
-            )
+        # A parser takes it; what starts the server (scripts.py, entrypoints/cli/serve.py) does not.
+        reason = "with `vllm serve` the model is a word of its own, and the server does not start"
+        nearest = f"`vllm serve {said.values[0]}`"
+        _judge(reading, said, Finding(said.words, "refused", "model-with-serve", reason=reason, nearest=nearest))
     elif reading.model is None and "--config" not in reading.said:
         needed = any(item.names == ("model_tag",) and item.arity == 1 for item in reading.parser.serve_arguments)
         reading.findings.append(
