@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 from pydantic import BaseModel, ConfigDict
@@ -13,6 +14,7 @@ class Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+@functools.lru_cache(maxsize=4096)
 def version_key(version: str) -> tuple[int, ...]:
     """The numbers of a version, for comparing: ``535.309.01-0ubuntu1`` -> ``(535, 309, 1)``, ``6.1.0-57-amd64`` -> ``(6, 1, 0)``.
 
