@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from v100ctl.catalog.speeds import PublishedSpeed
 
 Severity = Literal["info", "warn", "refuse"]
@@ -233,7 +235,9 @@ def describe(rule: Rule) -> str:
 
 
 def plain_data(value: Any) -> Any:
-    """Dataclasses, tuples and mappings as dicts and lists, for JSON and for Ansible."""
+    """Dataclasses, rows of the catalog, tuples and mappings as dicts and lists, for JSON and for Ansible."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain_data(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):

@@ -92,6 +92,8 @@ def test_case(folder: Path) -> None:
         said = [f"{rule.reason} | {rule.nearest}" for rule in decided.rules if rule.id == rule_id]
         for word in words:
             assert any(word in text for text in said), said
+    # A playbook gets the plan as variables, and Ansible takes plain data only.
+    json.dumps(decided.to_role_variables())
     for rule in decided.rules:
         if rule.severity == "refuse":
             assert rule.nearest, f"{rule.id} refuses without saying what would work"
