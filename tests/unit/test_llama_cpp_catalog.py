@@ -405,3 +405,13 @@ def test_the_plan_says_how_the_engine_itself_is_asked() -> None:
     (instance,) = make_plan().instances
     assert instance.parser_argv == (*instance.argv, "--help")
     assert make_plan().to_role_variables()["instances"][0]["parser_argv"] == list(instance.parser_argv)
+
+
+def test_flags_that_move_memory_or_load_another_model_are_flags_of_each_build() -> None:
+    catalog = load_catalog()
+    for row in catalog.llama_cpp:
+        parser = catalog.llama_cpp_parser(row.build)
+        assert parser is not None
+        assert [word for word in (*row.flags.moves_memory, *row.flags.loads_model) if parser.flag(word) is None] == []
+        assert llama_cpp.moves_memory(["--log-prefix", "-ts", "3,1"], row, parser) == "-ts"
+        assert llama_cpp.moves_memory(["--chat-template", "-ts"], row, parser) is None, "a value is no flag"

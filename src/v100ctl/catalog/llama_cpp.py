@@ -38,12 +38,15 @@ class LlamaCppFlags(Row):
     """How one build spells each setting, by the setting's path in the inventory (``sampling.top_k``).
 
     ``always`` are the words that every launch gets. ``shared`` are flags that mean more than the setting they spell, so that a
-    user may still give them in ``extra_args``.
+    user may still give them in ``extra_args``. ``moves_memory`` are those that no setting says and that change what lies where
+    and how large it is; ``loads_model`` those that load another model than ``model``.
     """
 
     source: str
     always: tuple[tuple[str, ...], ...] = ()
     shared: tuple[str, ...] = ()
+    moves_memory: tuple[str, ...] = ()
+    loads_model: tuple[str, ...] = ()
     spellings: dict[str, Spelling]
 
     def flag(self, setting: str) -> Spelling | None:
@@ -59,7 +62,7 @@ class LlamaCppFlags(Row):
 
     def settings(self) -> dict[str, str]:
         """Flag -> the setting that it spells. Flags that mean more than that (``shared``) are left out."""
-        found: dict[str, str] = {}
+        found: dict[str, str] = dict.fromkeys(self.loads_model, "model")
         for setting, spelling in self.spellings.items():
             words = [spelling] if isinstance(spelling, str) else [word for value in spelling.values() for word in value]
             found |= {word: setting for word in words if word.startswith("-") and word not in self.shared}

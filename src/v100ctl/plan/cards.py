@@ -85,10 +85,12 @@ def host_cards(facts: Facts, catalog: Catalog) -> tuple[HostCard, ...]:
 
 
 def runs_on(card: HostCard, architectures: str) -> bool:
-    """Whether code built for ``CMAKE_CUDA_ARCHITECTURES`` holds machine code for a card (PTX for older ones is not counted)."""
+    """Whether code built for ``CMAKE_CUDA_ARCHITECTURES`` is meant for a card. PTX for older ones, which may run, is not counted.
+
+    PTX for just this one (``70-virtual``) is: whether the driver loads it is another question.
+    """
     wanted = card.compute_capability.replace(".", "")
-    names = (name for name in architectures.split(";") if not name.endswith("-virtual"))
-    return bool(wanted) and wanted in {name.removesuffix("-real") for name in names}
+    return bool(wanted) and wanted in {name.split("-")[0] for name in architectures.split(";")}
 
 
 def usable_cards(cards: Sequence[HostCard], architectures: str) -> tuple[HostCard, ...]:
@@ -138,7 +140,7 @@ def _problems(name: str, spec: InstanceSpec, cards: Sequence[HostCard], usable: 
                 "gpus-empty",
                 "refuse",
                 "`gpus: []` gives no card, and the backend computes on cards",
-                f"`gpus: [{usable[0].index}]`, or `llama_cpp_backend: cpu`",
+                f"`gpus: [{usable[0].index}]`" + (", or `llama_cpp_backend: cpu`" if spec.engine == "llama_cpp" else ""),
                 instance=name,
             )
         return
@@ -152,12 +154,12 @@ def _problems(name: str, spec: InstanceSpec, cards: Sequence[HostCard], usable: 
                 reason = f"the host has no card {wish}; it has {len(cards)}"
             nearest = f"`gpus: [{usable[0].index}]`; the cards are {_listed(usable)}" if usable else "a card in the host"
             yield Rule("gpu-missing", "refuse", reason, nearest, instance=name)
-        elif card not in usable and not card.passed_through and card.compute_capability:
+        elif usable and card not in usable and not card.passed_through and card.compute_capability:
             yield Rule(
                 "gpu-not-built-for",
                 "refuse",
                 f"card {wish} is {card.name}, compute capability {card.compute_capability}; the engine is not built for it",
-                f"one of {_listed(usable)}" if usable else "a V100",
+                f"one of {_listed(usable)}",
                 instance=name,
             )
     repeated = len(spec.gpus) - len({card.key for wish in spec.gpus if (card := _find(wish, cards))})

@@ -8,11 +8,13 @@ from v100ctl.catalog import Catalog, Distribution
 from v100ctl.catalog.hardware import CudaRow, PackageSource
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig
-from v100ctl.plan.driver import source_in_words
+from v100ctl.plan.driver import OLDEST_KEPT_BRANCH, source_in_words
 from v100ctl.plan.types import CudaDecision, DriverDecision, Rule
 
 #: The newest CUDA that makes machine code for compute capability 7.0.
 LAST_FOR_VOLTA = "12.9"
+#: Those that this toolkit is made for: every driver that it keeps loads their PTX too.
+_KNOWN_TO_535 = ("11.8", "12.1")
 
 
 def decide_cuda(
@@ -45,7 +47,7 @@ def decide_cuda(
     # A toolkit that cannot make the code need not be found.
     makes = all(row.sm_min <= code <= row.sm_max for code in _architecture_codes(config))
     if installed is None and distribution is not None and makes:
-        rules += _source_rules(row, distribution, catalog)
+        rules += _source_rules(config, row, distribution, catalog)
     if installed is None and source is not None and driver is not None and makes:
         rules += _beside_driver_rules(row, source, driver, distribution, catalog)
     patched = installed is None and source is not None and source.glibc_patched
@@ -96,11 +98,16 @@ def _driver_rules(config: HostConfig, row: CudaRow, driver: DriverDecision | Non
         have = driver.version or f"of branch {driver.branch}"
         older = [item.version for item in catalog.cuda if item.targets("7.0") and item.runs_machine_code(version)]
         other = f', or `cuda_toolkit_version: "{older[-1]}"`' if older else ""
+        newer = next(
+            item.branch
+            for item in catalog.drivers
+            if int(item.branch) >= OLDEST_KEPT_BRANCH and row.runs_machine_code(f"{item.branch}.999")
+        )
         yield Rule(
             "driver-too-old-for-cuda",
             "refuse",
             f"driver {have} is older than {row.driver_min}, which code from CUDA {row.version} needs",
-            f'`nvidia_driver_branch: "535"`{other}',
+            f'`nvidia_driver_branch: "{newer}"`{other}',
         )
         return
     if branch is None or row.loads_ptx(version):
@@ -130,7 +137,7 @@ def _sources(row: CudaRow, distribution: Distribution | None) -> tuple[PackageSo
     return row.sources(distribution.id, distribution.version_id) if distribution else ()
 
 
-def _source_rules(row: CudaRow, distribution: Distribution, catalog: Catalog) -> Iterator[Rule]:
+def _source_rules(config: HostConfig, row: CudaRow, distribution: Distribution, catalog: Catalog) -> Iterator[Rule]:
     sources = _sources(row, distribution)
     if any(item.usable for item in sources):
         return
@@ -141,8 +148,12 @@ def _source_rules(row: CudaRow, distribution: Distribution, catalog: Catalog) ->
     ]
     reason = next((f": {item.reason}" for item in sources if item.reason), "")
     if able:
-        version = LAST_FOR_VOLTA if LAST_FOR_VOLTA in able else able[-1]
-        nearest = f'`cuda_toolkit_version: "{version}"` with `llama_cpp_cuda_architectures: "70-real"`'
+        # What drivers from 535 on know needs nothing else; of later ones the newest, whose PTX an older driver does not load.
+        version = next((item for item in _KNOWN_TO_535 if item in able), LAST_FOR_VOLTA if LAST_FOR_VOLTA in able else able[-1])
+        nearest = f'`cuda_toolkit_version: "{version}"`'
+        if version not in _KNOWN_TO_535:
+            machine_code = ";".join(f"{name.split('-')[0]}-real" for name in config.llama_cpp_cuda_architectures.split(";"))
+            nearest += f' with `llama_cpp_cuda_architectures: "{machine_code}"`'
     else:
         nearest = "`llama_cpp_build_on: HOST` with a host of another distribution that has the toolkit"
     yield Rule(
@@ -201,7 +212,15 @@ def _host_compiler(
     other = distribution.compiler(row.gcc_max)
     if other is not None:
         return other, ()
-    able = [item.version for item in catalog.cuda if item.targets("7.0") and item.accepts_gcc(distribution.gcc)]
+    able = [
+        item.version
+        for item in catalog.cuda
+        if item.targets("7.0")
+        and any(
+            way.usable and (way.host_compiler or item.accepts_gcc(distribution.gcc) or distribution.compiler(item.gcc_max))
+            for way in _sources(item, distribution)
+        )
+    ]
     refusal = Rule(
         "cuda-compiler-too-new",
         "refuse",

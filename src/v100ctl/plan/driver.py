@@ -69,7 +69,7 @@ def decide_driver(
     )
     rules += _state_rules(facts, found, installed, flavour, decision, volta=volta)
     rules += _mixed_rules(cards, volta=volta)
-    rules += _target_rules(pin, target, decision, facts, catalog, as_of, volta=volta)
+    rules += _target_rules(pin, target, decision, cards, distribution, catalog, as_of, volta=volta)
     if not keep and (target.drives_volta or not volta):
         rules += _source_rules(target, distribution, catalog, facts, as_of)
         rules += _kernel_rules(target, decision, source, facts, distribution, catalog)
@@ -122,12 +122,13 @@ def _state_rules(
             f"branch {decision.branch}, which the plan installs in its place",
         )
     smi = facts.nvidia.smi
-    if smi.mismatch or (facts.nvidia.library_version and found and facts.nvidia.library_version != found):
+    library = facts.nvidia.library_version
+    if smi.mismatch or (library and found and library != found):
         yield Rule(
             "driver-library-mismatch",
             "refuse",
             f"the loaded module is {found or 'absent'} and the user-space library is "
-            f"{facts.nvidia.library_version or 'of another version'}: an upgrade went in without a reboot",
+            f"{library if library and library != found else 'of another version'}: an upgrade went in without a reboot",
             "reboot the host, then plan again",
         )
     if smi.status == "timeout":
@@ -137,7 +138,8 @@ def _state_rules(
             "`nvidia-smi` gave no answer within the probe's time: the driver hangs",
             "look at `dmesg` for XID lines, then power the host off and on",
         )
-    if facts.nouveau.loaded:
+    # Beside a driver that answers it holds no card of ours.
+    if facts.nouveau.loaded and smi.status != "ok":
         yield Rule(
             "nouveau-loaded",
             "warn",
@@ -161,7 +163,15 @@ def _mixed_rules(cards: Sequence[HostCard], *, volta: bool) -> Iterator[Rule]:
 
 
 def _target_rules(
-    pin: str, target: DriverBranch, decision: DriverDecision, facts: Facts, catalog: Catalog, as_of: date, *, volta: bool
+    pin: str,
+    target: DriverBranch,
+    decision: DriverDecision,
+    cards: Sequence[HostCard],
+    distribution: Distribution | None,
+    catalog: Catalog,
+    as_of: date,
+    *,
+    volta: bool,
 ) -> Iterator[Rule]:
     """What the plan wants."""
     if volta and not target.drives_volta:
@@ -173,8 +183,15 @@ def _target_rules(
         )
         return
     if target.has_ended(as_of):
+        # A card that is not seen is taken for a V100: that is what the host shall serve on.
+        any_card = all(card.compute_capability and not card.is_volta for card in cards) and bool(cards)
         later = [
-            row for row in catalog.drivers if (row.drives_volta or not volta) and row.end_of_life and not row.has_ended(as_of)
+            row
+            for row in catalog.drivers
+            if (row.drives_volta or any_card)
+            and row.end_of_life
+            and not row.has_ended(as_of)
+            and (distribution is None or any(source.usable for source in _sources(row, distribution)))
         ]
         best = max(later, key=lambda row: row.end_of_life or date.min, default=None)
         since = f" since {target.end_of_life.isoformat()}" if target.end_of_life else ""

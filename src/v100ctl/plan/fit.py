@@ -188,7 +188,8 @@ def alternatives(found: Fit, settings: Settings) -> Iterator[tuple[str, int]]:
         words.append(text)
     if len(tried) > 1:
         largest = vram.largest_context(found.header, everything, found.cards)
-        if largest:
+        # Where the context alone does as much, the rest need not change.
+        if largest > found.largest_context_length:
             asked = llama_cpp.context_per_request(settings)
             shorter = "" if largest >= asked else f", `context_length: {largest}`"
             yield ", ".join(words) + shorter, min(largest, asked)

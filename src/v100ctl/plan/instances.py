@@ -31,7 +31,7 @@ from v100ctl.plan.rules.instance import (
     placement_rules,
     unspelled_rule,
 )
-from v100ctl.plan.rules.model import fit_rules, header_rules, header_unread_rule, memory_unknown_rule
+from v100ctl.plan.rules.model import fit_rules, header_rules, header_unread_rule, memory_unknown_rule, projector_rule
 from v100ctl.plan.rules.vllm import (
     capability_of,
     quantization_method,
@@ -111,7 +111,8 @@ class Planner:
                 self._decide_instance(name, spec)
         resolved = self.config.model_copy(update={"llm_server_instances": self._specs})
         keys = {name: [card.key for card in cards] for name, cards in self._chosen.items()}
-        self.host_verdicts += vllm_sharing_rules(resolved, keys, self.catalog)
+        taken = {name: instance.budgets for name, instance in self.instances.items() if instance.engine == "vllm"}
+        self.host_verdicts += vllm_sharing_rules(resolved, keys, self.catalog, taken)
         self._decide_fits()
         for name, found in self._fits.items():
             if name in self.instances:
@@ -135,7 +136,10 @@ class Planner:
         wanted = sorted({self._architectures(spec) for spec in on_cards.values()})
         for architectures in wanted:
             usable = usable_cards(self._cards, architectures)
-            self.host_verdicts += presence_rules(self._cards, usable, architectures, self.facts, self.catalog)
+            compiled = any(
+                spec.engine == "llama_cpp" and self._architectures(spec) == architectures for spec in on_cards.values()
+            )
+            self.host_verdicts += presence_rules(self._cards, usable, architectures, self.facts, self.catalog, compiled=compiled)
         for name, spec in on_cards.items():
             usable = usable_cards(self._cards, self._architectures(spec))
             self._chosen[name], problems = choose(name, spec, self._cards, usable)
@@ -234,7 +238,7 @@ class Planner:
         row = self.catalog.vllm(self.config.vllm_version)
         header = self.headers.get(model.path, "nobody has read it")
         if isinstance(header, str):
-            self.instance_verdicts.append(header_unread_rule(name, header, on_cards=True))
+            self._unread(name, model.path, header, on_cards=True)
         chosen = self._chosen.get(name, ())
         # The user's own share is its margin.
         cards = self._memory_cards(chosen, margin_bytes=0)
@@ -351,11 +355,17 @@ class Planner:
 
     # Models and memory
 
+    def _unread(self, name: str, path: str, reason: str, *, on_cards: bool) -> None:
+        found, model = self.facts.models.get(path), self._models.get(path)
+        # Where the file itself is missing, that is said already.
+        if not (found and not found.exists and model and model.source["kind"] == "host"):
+            self.instance_verdicts.append(header_unread_rule(name, reason, on_cards=on_cards))
+
     def _judge_model(self, name: str, spec: InstanceSpec) -> None:
         row = self.llama_cpp_row
         header = self.headers.get(model_path(spec.model), "nobody has read it")
         if isinstance(header, str):
-            self.instance_verdicts.append(header_unread_rule(name, header, on_cards=self._on_cards(spec)))
+            self._unread(name, model_path(spec.model), header, on_cards=self._on_cards(spec))
             return
         if row is None:
             return
@@ -374,6 +384,13 @@ class Planner:
                 self.instance_verdicts.append(memory_unknown_rule(name, f"the draft model's header was not read ({found})"))
                 return
             draft = found
+        moving = llama_cpp.moves_memory(spec.extra_args, row, self.catalog.llama_cpp_parser(row.build))
+        if moving is not None:
+            reason = f"`{moving}` in `extra_args` decides what lies where, and how large it is"
+            self.instance_verdicts.append(memory_unknown_rule(name, reason))
+            return
+        if spec.settings.mmproj is not None and "--no-mmproj-offload" not in spec.extra_args:
+            self.instance_verdicts.append(projector_rule(name, spec.settings.mmproj))
         cards = self._memory_cards(self._chosen[name])
         if not cards:
             self.instance_verdicts.append(memory_unknown_rule(name, "the card's memory size is not known"))
@@ -398,13 +415,13 @@ class Planner:
 
     def _decide_fits(self) -> None:
         names = {card.key: f"card {card.index} ({card.name})" for card in self._cards}
-        # vLLM takes its share whatever the others take; its own rules speak of it.
-        budgets = {name: instance.budgets for name, instance in self.instances.items() if name not in self._fits}
+        budgets = {name: instance.budgets for name, instance in self.instances.items() if instance.budgets}
         budgets |= {name: found.budgets for name, found in self._fits.items()}
+        shares = frozenset(name for name, spec in self._specs.items() if spec.engine == "vllm")
         for name, found in self._fits.items():
             neighbours: dict[str, list[tuple[str, GpuBudget]]] = {}
             for other, theirs in budgets.items():
                 for key, budget in theirs.items():
                     if other != name and key in found.budgets:
                         neighbours.setdefault(key, []).append((other, budget))
-            self.instance_verdicts += fit_rules(name, self._specs[name], found, neighbours, names)
+            self.instance_verdicts += fit_rules(name, self._specs[name], found, neighbours, names, shares)

@@ -231,6 +231,14 @@ def settings_by_flag(row: LlamaCppBuild, parser: LlamaCppParser | None) -> dict[
     return found
 
 
+def moves_memory(words: Sequence[str], row: LlamaCppBuild, parser: LlamaCppParser | None) -> str | None:
+    """The first word that changes what lies where on the cards, and how large it is, in a way that no setting says."""
+    if parser is None:
+        return next((word for word in words if word in row.flags.moves_memory), None)
+    moving = {name for word in row.flags.moves_memory if (flag := parser.flag(word)) for name in flag.words}
+    return next((word for word, flag, _ in split_argv(words, parser) if flag and moving & set(flag.words)), None)
+
+
 def split_argv(words: Sequence[str], parser: LlamaCppParser) -> Iterator[tuple[str, ParserFlag | None, tuple[str, ...]]]:
     """An argv without its program, cut as the build's parser cuts it: a word, the argument that it names, the words it takes.
 

@@ -12,9 +12,18 @@ from v100ctl.plan.types import Rule, Severity
 
 
 def presence_rules(
-    cards: Sequence[HostCard], usable: Sequence[HostCard], architectures: str, facts: Facts, catalog: Catalog
+    cards: Sequence[HostCard],
+    usable: Sequence[HostCard],
+    architectures: str,
+    facts: Facts,
+    catalog: Catalog,
+    *,
+    compiled: bool = True,
 ) -> Iterator[Rule]:
-    """Rules about what the host has at all, for a backend that needs a card."""
+    """Rules about what the host has at all, for a backend that needs a card.
+
+    ``compiled``: the engine is compiled for ``architectures``; otherwise they are what its packages hold.
+    """
     if not cards and "gpus" in facts.errors:
         yield Rule(
             "gpus-not-probed",
@@ -44,11 +53,16 @@ def presence_rules(
     if known and not usable:
         found = ", ".join(f"{card.name} ({card.compute_capability})" for card in known)
         codes = sorted({card.compute_capability.replace(".", "") for card in known})
+        asked = f'`llama_cpp_cuda_architectures: "{";".join(codes)}"`'
+        if any(card.is_volta for card in known):
+            nearest = asked.replace(";".join(codes), "70")
+        else:
+            nearest = f"a V100, or {asked} for another generation, which nobody has tried" if compiled else "a V100"
         yield Rule(
             "gpu-unsupported",
             "refuse",
             f"no card of the host can run an engine built for architecture {architectures}: it has {found}",
-            f'a V100, or `llama_cpp_cuda_architectures: "{";".join(codes)}"` for another generation, which nobody has tried',
+            nearest,
         )
 
 

@@ -34,7 +34,7 @@ def instance_rules(
             "api-keys-unavailable",
             "refuse",
             "this version cannot hand API keys to a server yet, and serving without them would not be what you asked",
-            _UNAUTHENTICATED_HINT,
+            f"no `api_keys`, with {_UNAUTHENTICATED_HINT}",
             instance=name,
         )
     elif not loopback and not config.llm_server_allow_unauthenticated:
@@ -45,7 +45,7 @@ def instance_rules(
             _UNAUTHENTICATED_HINT,
             instance=name,
         )
-    if spec.gpus and config.llama_cpp_backend == "cpu":
+    if spec.engine == "llama_cpp" and spec.gpus and config.llama_cpp_backend == "cpu":
         yield Rule("gpus-without-cuda", "refuse", "`gpus` is given, but the backend is cpu", "`gpus: []`", instance=name)
     settings = spec.settings
     if spec.engine != "llama_cpp" or row is None:
@@ -90,8 +90,10 @@ def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, catalog:
     """Rules about words for the engine's own command line: none may say what the plan has to know."""
     settings = llama_cpp.settings_by_flag(row, catalog.llama_cpp_parser(row.build))
     for word in spec.extra_args:
-        # The engine's parser reads `_` in a flag as `-`.
-        flag = word.replace("_", "-") if word.startswith("--") else word
+        # The engine's parser reads `_` in a flag as `-`. It knows neither `FLAG=VALUE` nor capitals, and a secret after those is
+        # a secret all the same.
+        flag = word.partition("=")[0]
+        flag = flag.replace("_", "-").lower() if flag.startswith("--") else flag
         if flag in row.secret_flags:
             yield Rule(
                 "extra-args-secret",

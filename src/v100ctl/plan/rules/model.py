@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from v100ctl.catalog import Catalog, LlamaCppBuild
 from v100ctl.fleet import HostConfig, InstanceSpec
@@ -126,14 +126,29 @@ def memory_unknown_rule(name: str, reason: str) -> Rule:
     )
 
 
+def projector_rule(name: str, path: str) -> Rule:
+    """A projector lies on the card too, and its file's header is not read."""
+    return Rule(
+        "projector-not-counted",
+        "warn",
+        f"the projector {path} lies on the first card beside the model, and its memory is not counted",
+        "more left free than its file takes, or `extra_args: [--no-mmproj-offload]`, which keeps it off the card",
+        instance=name,
+    )
+
+
 def fit_rules(
     name: str,
     spec: InstanceSpec,
     found: Fit,
     neighbours: Mapping[str, Sequence[tuple[str, GpuBudget]]],
     card_names: Mapping[str, str],
+    shares: Collection[str] = (),
 ) -> Iterator[Rule]:
-    """Does it fit? ``neighbours``: by card, the other instances there and what they take."""
+    """Does it fit? ``neighbours``: by card, the other instances there and what they take.
+
+    ``shares``: those of them that take a share of the card, whatever they need.
+    """
     layers = _metadata_int(found.header, "block_count")
     asked_layers = spec.settings.gpu_layers
     if asked_layers is not None and layers and asked_layers <= layers:
@@ -170,14 +185,17 @@ def fit_rules(
             "refuse",
             f"{card_names.get(key, key)} has {gib(budget.total_bytes)}, of which {gib(budget.reserve_bytes)} are reserved; "
             f"needed are {gib(budget.peak_bytes)} ({parts}){beside}: {gib(short_bytes)} too much",
-            _nearest(spec, found, others),
+            _nearest(spec, found, others, shares),
             instance=name,
         )
 
 
-def _nearest(spec: InstanceSpec, found: Fit, others: Sequence[tuple[str, GpuBudget]]) -> str:
+def _nearest(spec: InstanceSpec, found: Fit, others: Sequence[tuple[str, GpuBudget]], shares: Collection[str]) -> str:
     if others:
-        return f"another card for {name_list([other for other, _ in others])}, or a shorter context for one of them"
+        names = [other for other, _ in others]
+        sharing = [other for other in names if other in shares]
+        less = f"a smaller `gpu_memory_utilization` for {name_list(sharing)}" if sharing else "a shorter context for one of them"
+        return f"another card for {name_list(names)}, or {less}"
     ways = [text for text, _ in alternatives(found, spec.settings)]
     if ways:
         return "; or ".join(ways[:3])

@@ -15,7 +15,7 @@ from v100ctl.models.types import ModelHeader
 from v100ctl.plan import vllm
 from v100ctl.plan.argv import ArgvProblem
 from v100ctl.plan.rules.text import gib
-from v100ctl.plan.types import Rule
+from v100ctl.plan.types import GpuBudget, Rule
 from v100ctl.plan.vllm_memory import UnknownModelError, VllmEstimate, context_limit, estimate, launch_of, shape, text_config
 from v100ctl.plan.vram.types import Card
 
@@ -538,32 +538,42 @@ def vllm_extra_args_rules(name: str, spec: InstanceSpec, row: VllmRow) -> Iterat
             )
 
 
-def vllm_sharing_rules(config: HostConfig, cards_by_instance: Mapping[str, Sequence[str]], catalog: Catalog) -> Iterator[Rule]:
+def vllm_sharing_rules(
+    config: HostConfig,
+    cards_by_instance: Mapping[str, Sequence[str]],
+    catalog: Catalog,
+    budgets: Mapping[str, Mapping[str, GpuBudget]] | None = None,
+) -> Iterator[Rule]:
     """Several instances of vLLM on one card: each takes its share of the whole card, whatever the others take.
 
     Args:
         config: The host's variables, profiles applied.
         cards_by_instance: The UUIDs of each instance's cards.
         catalog: For the version's default share.
+        budgets: What an instance takes of each card, where it is known: CUDA itself and captured graphs lie beside its share.
     """
     row = catalog.vllm(config.vllm_version)
     default = row.defaults.gpu_memory_utilization if row and row.defaults else 0.9
     shares: dict[str, dict[str, float]] = {}
+    beside: dict[str, float] = {}
     for name, spec in sorted(config.llm_server_instances.items()):
         if spec.engine == "vllm" and spec.state == "present":
             for uuid in cards_by_instance.get(name, ()):
                 shares.setdefault(uuid, {})[name] = spec.settings.gpu_memory_utilization or default
+                budget = (budgets or {}).get(name, {}).get(uuid)
+                beside[uuid] = beside.get(uuid, 0.0) + (budget.context_bytes / budget.total_bytes if budget else 0.0)
     told: set[tuple[str, ...]] = set()
-    for users in shares.values():
+    for uuid, users in shares.items():
         names = tuple(users)
         total = sum(users.values())
-        if len(users) > 1 and total > 1 and names not in told:
+        if len(users) > 1 and total + beside[uuid] > 1 and names not in told:
             told.add(names)
-            each = math.floor(100 * 0.95 / len(users)) / 100
+            each = math.floor(100 * min(0.95, 1 - beside[uuid]) / len(users)) / 100
             parts = " + ".join(f"{share:.2f}" for share in users.values())
+            more = f", and {beside[uuid]:.2f} for CUDA itself and captured graphs beside that" if beside[uuid] else ""
             yield Rule(
                 "vllm-shares-above-card",
                 "refuse",
-                f"{' and '.join(names)} share a card and take {parts} = {total:.2f} of it",
-                f"`gpu_memory_utilization: {each:.2f}` for each",
+                f"{' and '.join(names)} share a card and take {parts} = {total:.2f} of it{more}",
+                f"`gpu_memory_utilization: {each:.2f}` for each, or another card for {names[-1]}",
             )
