@@ -282,6 +282,13 @@ def test_an_output_that_takes_nothing_is_an_error() -> None:
     assert done.stderr.startswith(b"error: the output: No space left")
 
 
+def test_a_closed_output_loses_what_is_written_and_nothing_else() -> None:
+    code = "import sys; sys.stdout = sys.stderr = None; sys.argv[1:] = ['plan', '--help']; from v100ctl.cli import main; main()"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = code.replace("--help", "--facts")
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 64
+
+
 def test_a_dash_is_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from v100ctl.cli.options import write_output
 

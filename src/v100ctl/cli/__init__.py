@@ -6,6 +6,7 @@ Commands live in modules of their own and are imported when they are used, so th
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -127,5 +128,8 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def main() -> NoReturn:
     """The ``v100ctl`` program."""
+    # Python has no stream where the caller closed one (`>&-`), and what is written there shall go nowhere, not fail halfway.
+    sys.stdout = sys.stdout or io.TextIOWrapper(io.FileIO(os.devnull, "w"))
+    sys.stderr = sys.stderr or io.TextIOWrapper(io.FileIO(os.devnull, "w"))
     signal.signal(signal.SIGTERM, _terminated)
     sys.exit(run())
