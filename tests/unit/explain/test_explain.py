@@ -313,6 +313,12 @@ def test_what_the_plan_renders_for_vllm_means_what_it_says(version: str, chosen:
 
 
 SECRETS = [
+    f"llama-server -m x.gguf --api-key -{SECRET}-with-a-dash",
+    f"vllm serve m --api {SECRET}",
+    f"vllm serve m --ap={SECRET}",
+    f"llama-server -m x.gguf --header 'Authorization: Bearer {SECRET}'",
+    f"llama-server -mu https://hf_{SECRET}{SECRET}@example.com/x.gguf",
+    f"llama-server -mu https://example.com/x.gguf?token={SECRET}",
     "llama-server -m /m --api-key sesame",
     "llama-server -m /m --api_key sesame",
     "llama-server -m /m --api-key=sesame",

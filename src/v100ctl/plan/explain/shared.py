@@ -150,7 +150,7 @@ def hidden(command: Command, secret_flags: Iterable[str]) -> Command:
     """The command with every secret replaced, so that nothing made from it can show one.
 
     Secrets are the values of ``secret_flags`` (abbreviated ones too), of flags and variables that are named like one, and the
-    user and password of a URL. What only names a variable (``$KEY``) stays.
+    user and password of a URL, and what looks like a token wherever it stands. What only names a variable (``$KEY``) stays.
     """
     flags = {flag.lstrip("-") for flag in secret_flags}
     words: list[str] = []
@@ -159,12 +159,15 @@ def hidden(command: Command, secret_flags: Iterable[str]) -> Command:
         bare, separator, value = word.lstrip(f"-{DASHES}").partition("=")
         is_flag = word[:1] == "-" or word[:1] in DASHES
         normal = bare.replace("_", "-")
+        # argparse takes two letters for an argument that nothing else begins with; `-hf` is another's name.
+        least = 2 if word.startswith("--") else 5
         secret = is_flag and (
-            looks_secret(bare) or any(flag == normal or (len(normal) >= 5 and flag.startswith(normal)) for flag in flags)
+            looks_secret(bare) or any(flag == normal or (len(normal) >= least and flag.startswith(normal)) for flag in flags)
         )
         if secret:
             words.append(f"{word[: len(word) - len(value)]}{_hidden_value(value)}" if separator else word)
-        elif pending and not is_flag:
+        elif pending and (not is_flag or (len(word) > _LONGEST_SHORT_FLAG and not word.startswith("--"))):
+            # llama.cpp takes what follows, whatever it looks like.
             words.append(_hidden_value(word))
             pending = False
             continue
@@ -191,8 +194,16 @@ def _hidden_value(value: str) -> str:
     return value if is_opaque(value) else HIDDEN
 
 
+#: `-nkvo`, `-otd`, `-dev`: words after a key that are another flag, not the key.
+_LONGEST_SHORT_FLAG = 7
+#: Tokens of Hugging Face and keys of the OpenAI kind, and what an HTTP header or a URL's query carries under such a name.
+_TOKEN = re.compile(
+    r"\bhf_[A-Za-z0-9]{8,}|\bsk-[A-Za-z0-9_-]{16,}|(?<=\bBearer )\S+|(?<=[?&_]token=)[^&\s]+|(?<=[?&]api_key=)[^&\s]+"
+)
+
+
 def _without_credentials(word: str) -> str:
-    return re.sub(r"(://)[^/@\s:]+:[^/@\s]+@", rf"\1{HIDDEN}@", word)
+    return _TOKEN.sub(HIDDEN, re.sub(r"(://)[^/@\s]*[^/@\s:][^/@\s]*@", rf"\1{HIDDEN}@", word))
 
 
 def advice_applies(row: Advice, names: Sequence[str], value: str | None, card: Card) -> bool:
