@@ -414,6 +414,7 @@ def test_extra_words(words: list[str], rules: list[str]) -> None:
     spec = make_config({"engine": "vllm", "extra_args": words}).llm_server_instances["chat"]
     found = list(vllm_extra_args_rules("chat", spec, row))
     assert [rule.id for rule in found] == rules
+    assert not any("tensor_parallel" in (rule.nearest or "") for rule in found), "no setting has this name"
     assert not any("s`" in rule.reason.split("in `extra_args`")[0].replace("`--", "") and "=s" in rule.reason for rule in found)
 
 

@@ -122,9 +122,9 @@ def fit(header: ModelHeader, launch: vram.Launch, cards: tuple[vram.Card, ...]) 
     """
     # A fleet serves few models on many like cards: which card it is changes no figure.
     alike = tuple(dataclasses.replace(card, uuid=str(number)) for number, card in enumerate(cards))
-    # A launch that holds a draft model's header cannot be a key, and few do.
-    drafts = launch.speculative is not None and launch.speculative.draft is not None
-    found = (_fit_alike.__wrapped__ if drafts else _fit_alike)(_SameHeader(header), launch, alike)
+    # A launch that holds a draft model's header cannot be a key.
+    draft = launch.speculative.draft if launch.speculative else None
+    found = _fit_alike(_SameHeader(header), _with_draft(launch, None), alike, _SameHeader(draft) if draft else None)
     uuids = {str(number): card.uuid for number, card in enumerate(cards)}
     return dataclasses.replace(found, budgets={uuids[key]: budget for key, budget in found.budgets.items()}, cards=cards)
 
@@ -142,8 +142,15 @@ class _SameHeader:
         return isinstance(other, _SameHeader) and other.header is self.header
 
 
+def _with_draft(launch: vram.Launch, draft: ModelHeader | None) -> vram.Launch:
+    if launch.speculative is None:
+        return launch
+    return dataclasses.replace(launch, speculative=dataclasses.replace(launch.speculative, draft=draft))
+
+
 @functools.lru_cache(maxsize=256)
-def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, ...]) -> Fit:
+def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, ...], draft: _SameHeader | None) -> Fit:
+    launch = _with_draft(launch, draft.header if draft else None)
     estimate = vram.estimate(same.header, launch, cards)
     return Fit(
         budgets=estimate.budgets,

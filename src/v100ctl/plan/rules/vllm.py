@@ -529,11 +529,13 @@ def vllm_extra_args_rules(name: str, spec: InstanceSpec, row: VllmRow) -> Iterat
                 instance=name,
             )
         elif flag in settings:
+            # A model is always spread over all the cards that its instance gets.
+            setting = "gpus" if settings[flag] == "tensor_parallel" else settings[flag]
             yield Rule(
                 "extra-args-setting",
                 "refuse",
-                f"`{shown}` in `extra_args` would say again, and past every check, what the plan says with `{settings[flag]}`",
-                f"`{settings[flag]}` in the inventory",
+                f"`{shown}` in `extra_args` would say again, and past every check, what the plan says with `{setting}`",
+                f"`{setting}` in the inventory",
                 instance=name,
             )
 
