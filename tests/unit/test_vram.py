@@ -397,6 +397,22 @@ def test_a_header_that_makes_no_sense_is_no_guess(key: str, value: object, said:
         vram.estimate(changed, Launch(4096), [v100()])
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3-32b", "qwen3.embedding_length", 1e308),
+        ("deepseek2-lite", "deepseek2.attention.key_length_mla", [1, 2, 3]),
+        ("qwen3-8b", "qwen3.attention.key_length", 7),
+    ],
+)
+def test_figures_that_no_arithmetic_can_use_end_nothing_else(name: str, key: str, value: object) -> None:
+    whole = header(name)
+    changed = whole.model_copy(update={"metadata": {**whole.metadata, key: value}})
+    launch = Launch(4096, kv_type_k="q8_0", kv_type_v="q8_0")
+    with pytest.raises(vram.UnknownArchitectureError):
+        vram.estimate(changed, launch, [v100()])
+
+
 def test_a_file_without_a_needed_tensor_is_no_guess() -> None:
     whole = header("qwen3-8b")
     tensors = tuple(tensor for tensor in whole.tensors if not tensor.name.endswith("ffn_down.weight"))

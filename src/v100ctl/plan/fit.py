@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,6 +165,13 @@ def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, .
     )
 
 
+def _largest(found: Fit, launch: vram.Launch) -> int:
+    """The largest context with another launch; 0 where the model cannot be launched so (a cache type that its rows do not fill)."""
+    with contextlib.suppress(vram.UnknownArchitectureError):
+        return vram.largest_context(found.header, launch, found.cards)
+    return 0
+
+
 def alternatives(found: Fit, settings: Settings) -> Iterator[tuple[str, int]]:
     """Changes that would make it fit, mildest first: the setting as it is written, and the context that then fits."""
     launch = found.launch
@@ -183,7 +191,7 @@ def alternatives(found: Fit, settings: Settings) -> Iterator[tuple[str, int]]:
     everything = launch
     words = []
     for text, change in tried:
-        largest = vram.largest_context(found.header, change, found.cards)
+        largest = _largest(found, change)
         if largest >= llama_cpp.context_per_request(settings):
             yield text, llama_cpp.context_per_request(settings)
         changed = {
@@ -194,7 +202,7 @@ def alternatives(found: Fit, settings: Settings) -> Iterator[tuple[str, int]]:
         everything = dataclasses.replace(everything, **changed)
         words.append(text)
     if len(tried) > 1:
-        largest = vram.largest_context(found.header, everything, found.cards)
+        largest = _largest(found, everything)
         # Where the context alone does as much, the rest need not change.
         if largest > found.largest_context_length:
             asked = llama_cpp.context_per_request(settings)

@@ -7,10 +7,13 @@ prints. Everything is pure: a header, the launch and the cards in, numbers out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ParamSpec, TypeVar
 
+from v100ctl.errors import V100ctlError
 from v100ctl.models.types import ModelHeader
 from v100ctl.plan.types import GpuBudget
 from v100ctl.plan.vram import memory
@@ -38,6 +41,28 @@ __all__ = [
 ]
 
 
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
+
+
+def _of_sensible_headers(function: Callable[_Given, _Found]) -> Callable[_Given, _Found]:
+    """A header is somebody else's file: values that no arithmetic can use make its memory unknown, and end nothing else."""
+
+    @functools.wraps(function)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Found:
+        try:
+            return function(*args, **kwargs)
+        except UnknownArchitectureError:
+            raise
+        except V100ctlError as error:
+            raise UnknownArchitectureError(error.message, hint=error.hint) from error
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise UnknownArchitectureError("the model's header holds values that make no sense") from error
+
+    return call
+
+
+@_of_sensible_headers
 def estimate(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> Estimate:
     """What an instance takes of each card and of the host.
 
@@ -237,6 +262,7 @@ def _compute(
     return result
 
 
+@_of_sensible_headers
 def largest_context(header: ModelHeader, launch: Launch, cards: Sequence[Card]) -> int:
     """Tokens per request of the largest context that fits, in steps of 256 up to what the model was trained with; 0: none."""
     asked = _asked(header, launch, cards)
@@ -273,6 +299,7 @@ def _largest(
     return 256 * low
 
 
+@_of_sensible_headers
 def decode_ceiling_tps(header: ModelHeader, launch: Launch, cards: Sequence[Card], *, fill_tokens: int) -> float:
     """Tokens a second that memory bandwidth allows one stream: what is read for a token over how fast it can be read.
 
