@@ -166,7 +166,7 @@ def _fit_alike(same: _SameHeader, launch: vram.Launch, cards: tuple[vram.Card, .
 
 
 def _largest(found: Fit, launch: vram.Launch) -> int:
-    """The largest context with another launch; 0 where it cannot be launched so (a cache type whose blocks its rows do not fill)."""
+    """The largest context with another launch; 0 where it cannot be launched so (blocks of a cache type do not fill its rows)."""
     with contextlib.suppress(vram.UnknownArchitectureError):
         return vram.largest_context(found.header, launch, found.cards)
     return 0
