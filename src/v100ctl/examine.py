@@ -15,8 +15,9 @@ from v100ctl.fleet import FleetHost, HostConfig
 from v100ctl.models import collect
 from v100ctl.models.collect import HeaderRequest, collect_headers
 from v100ctl.models.host import read_answer
-from v100ctl.models.types import ModelHeader
-from v100ctl.plan import Headers, HostPlan, plan, present_instances, probe_request
+from v100ctl.models.source import ModelFormatError
+from v100ctl.models.types import Known, ModelHeader, NotAModel
+from v100ctl.plan import Headers, HostPlan, plain_known, plan, present_instances, probe_request
 from v100ctl.plan.models import model_path, model_specs
 from v100ctl.probe import Connection, probe_hosts
 
@@ -87,7 +88,7 @@ def examine(
 
 def read_headers(
     hosts: Sequence[FleetHost], connections: Mapping[str, Connection], access: Access
-) -> dict[str, dict[str, ModelHeader | str]]:
+) -> dict[str, dict[str, Known]]:
     """What is known of every model of every host, by host and by the model's path there: its header, or why there is none.
 
     A host without a connection is not asked; what lies here or answers by HTTP is read all the same.
@@ -95,7 +96,7 @@ def read_headers(
     return _by_host(hosts, collect_headers(_header_requests(hosts, connections), access))
 
 
-def known_headers(hosts: Sequence[FleetHost]) -> dict[str, dict[str, ModelHeader | str]]:
+def known_headers(hosts: Sequence[FleetHost]) -> dict[str, dict[str, Known]]:
     """Like :func:`read_headers`, asking nobody: from files of this machine and what was read from elsewhere before."""
     return _by_host(hosts, collect.known_headers(_header_requests(hosts, {})))
 
@@ -117,10 +118,7 @@ def headers_for_playbook(config: HostConfig, answer: str) -> dict[str, Any]:
         on_host = read_answer(answer, [request.path for request in requests if request.spec and request.spec.path])
     elsewhere = [request for request in requests if request.path not in on_host]
     outcomes = {request.path: outcome for request, outcome in collect_headers(elsewhere, Access()).items()} | on_host
-    return {
-        path: outcome.model_dump(mode="json") if isinstance(outcome, ModelHeader) else outcome.message
-        for path, outcome in outcomes.items()
-    }
+    return {path: plain_known(_known(outcome)) for path, outcome in outcomes.items()}
 
 
 def _header_requests(hosts: Sequence[FleetHost], connections: Mapping[str, Connection]) -> list[HeaderRequest]:
@@ -132,13 +130,19 @@ def _header_requests(hosts: Sequence[FleetHost], connections: Mapping[str, Conne
     ]
 
 
+def _known(outcome: ModelHeader | V100ctlError) -> Known:
+    if isinstance(outcome, ModelFormatError):
+        return NotAModel(outcome.message)
+    return outcome if isinstance(outcome, ModelHeader) else outcome.message
+
+
 def _by_host(
     hosts: Sequence[FleetHost], outcomes: Mapping[HeaderRequest, ModelHeader | V100ctlError]
-) -> dict[str, dict[str, ModelHeader | str]]:
-    known: dict[str, dict[str, ModelHeader | str]] = {host.name: {} for host in hosts}
+) -> dict[str, dict[str, Known]]:
+    known: dict[str, dict[str, Known]] = {host.name: {} for host in hosts}
     for request, outcome in outcomes.items():
         if request.host is not None:
-            known[request.host][request.path] = outcome if isinstance(outcome, ModelHeader) else outcome.message
+            known[request.host][request.path] = _known(outcome)
     return known
 
 

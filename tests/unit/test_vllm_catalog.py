@@ -199,3 +199,13 @@ def test_values(type_: str, nullable: bool, good: list[str], bad: list[str]) -> 
     argument = VllmArgument(names=("--x",), arity=1, type=type_, nullable=nullable)
     assert [argument.problem(value) for value in good] == [None] * len(good)
     assert all(argument.problem(value) for value in bad)
+
+
+@pytest.mark.parametrize("version", load_catalog().vllm_versions)
+def test_what_moves_memory_is_an_argument_of_the_version(version: str) -> None:
+    row, parser = load_catalog().vllm(version), load_catalog().vllm_parser(version)
+    assert row is not None
+    assert parser is not None
+    known = {name for argument in parser.arguments for name in argument.names}
+    assert set(row.moves_memory) <= known
+    assert row.reads_arguments

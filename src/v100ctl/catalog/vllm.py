@@ -268,6 +268,10 @@ class VllmRow(Row):
     quantization_words: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
     #: Arguments whose value is a secret; every user of a host can read a command line.
     secret_flags: tuple[str, ...] = ()
+    #: Arguments that no setting says and that change what lies on the cards, and how large it is.
+    moves_memory: tuple[str, ...] = ()
+    #: Arguments that name a file of further arguments.
+    reads_arguments: tuple[str, ...] = ()
     compressed_tensors: Mapping[str, int] = Field(default_factory=dict)
     #: Setting -> why it cannot be on below compute capability 8.0.
     volta_prefill: Mapping[str, str] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from v100ctl.facts import Facts
     from v100ctl.fleet import Fleet, FleetHost
-    from v100ctl.models.types import ModelHeader
+    from v100ctl.models.types import Known, ModelHeader
 
 
 @click.command("plan", short_help="Show what would change on which host and why; touch nothing.")
@@ -151,7 +151,7 @@ def _offline_facts(fleet: Fleet, path: Path) -> Iterator[tuple[FleetHost, Facts]
     yield host, _read_facts(path)
 
 
-def _offline_headers(fleet: Fleet, given: tuple[str, ...]) -> dict[str, dict[str, ModelHeader | str]]:
+def _offline_headers(fleet: Fleet, given: tuple[str, ...]) -> dict[str, dict[str, Known]]:
     """What is known of the models without asking anybody: what was named, else what lies here or was read before."""
     from v100ctl.examine import known_headers
     from v100ctl.models.local import read_local

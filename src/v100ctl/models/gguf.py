@@ -14,7 +14,16 @@ import re
 import struct
 from typing import Any
 
-from v100ctl.models.source import Budget, ModelHeaderError, ModelMissingError, Opener, Source, shown
+from v100ctl.models.source import (
+    Budget,
+    ModelFormatError,
+    ModelHeaderError,
+    ModelIncompleteError,
+    ModelMissingError,
+    Opener,
+    Source,
+    shown,
+)
 
 MAGIC = b"GGUF"
 #: Numeric arrays up to this length are kept; hyper-parameters by layer are.
@@ -129,7 +138,7 @@ class _Cursor:
 
     def error(self, text: str, *, offset: int | None = None, hint: str | None = None) -> ModelHeaderError:
         """An error at this place (or at ``offset``) of the file."""
-        return ModelHeaderError(
+        return ModelFormatError(
             f"{self.source.name}: {text} (at offset {self.offset if offset is None else offset})",
             hint=hint or "the file is damaged: fetch it again and check its sha256",
         )
@@ -276,21 +285,21 @@ def _read_preamble(cursor: _Cursor) -> tuple[int, int, int]:
     """Magic, version and counts: how many tensors, how many keys, which version."""
     name = cursor.source.name
     if cursor.source.size_bytes == 0:
-        raise ModelHeaderError(name + " is empty", hint="fetch it again")
+        raise ModelFormatError(name + " is empty", hint="fetch it again")
     magic = cursor.take(4, "the magic number")
     if magic != MAGIC:
         for beginning, what, hint in _OTHER_FORMATS:
             if magic == beginning:
-                raise ModelHeaderError(f"{name} is no GGUF file, but {what}", hint=hint)
-        raise ModelHeaderError(
+                raise ModelFormatError(f"{name} is no GGUF file, but {what}", hint=hint)
+        raise ModelFormatError(
             f"{name} is no GGUF file: it begins with {magic!r}, not with {MAGIC!r} (at offset 0)",
             hint="name a `.gguf` file, or for vLLM a folder with `config.json`",
         )
     version = cursor.u32("the version")
     if version & 0xFFFF == 0 and version:
-        raise ModelHeaderError(name + " is a big-endian GGUF file (at offset 4)", hint="use a little-endian one: GPU hosts are")
+        raise ModelFormatError(name + " is a big-endian GGUF file (at offset 4)", hint="use a little-endian one: GPU hosts are")
     if version not in (2, 3):
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{name} is GGUF version {version}; llama.cpp reads versions 2 and 3 (at offset 4)",
             hint="convert it anew with a current llama.cpp" if version < 2 else "it needs a newer v100ctl and a newer llama.cpp",
         )
@@ -376,7 +385,7 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> tuple[list[tup
     file_bytes = cursor.source.size_bytes
     needed_bytes = data_offset + end_bytes
     if file_bytes is not None and needed_bytes > file_bytes:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{cursor.source.name} is cut off: its tensors reach to byte {needed_bytes}, and the file ends at {file_bytes} "
             f"({100 * file_bytes // needed_bytes}% of it)",
             hint="the file is incomplete: fetch it again and check its sha256",
@@ -449,12 +458,12 @@ def read_gguf_model(opener: Opener, name: str) -> dict[str, Any]:
     count = _whole(metadata.get("split.count"), 1) or 1
     number = _whole(metadata.get("split.no"), 0)
     if count > 1 and number != 0:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{first.name} is part {number + 1} of {count}",
             hint=f"name the first part, `...-00001-of-{count:05d}.gguf`; llama.cpp finds the others from it",
         )
     if not isinstance(architecture, str) or not architecture:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             first.name + " does not say its architecture (`general.architecture`)",
             hint="it is no model: llama.cpp refuses it too",
         )
@@ -479,10 +488,10 @@ def read_gguf_model(opener: Opener, name: str) -> dict[str, Any]:
 
 def _other_parts(opener: Opener, shown_name: str, name: str, count: int, budget: Budget) -> list[dict[str, Any]]:
     if count > MAX_PARTS:
-        raise ModelHeaderError(f"{shown_name} claims to be one of {count} parts; more than {MAX_PARTS} are not believed")
+        raise ModelFormatError(f"{shown_name} claims to be one of {count} parts; more than {MAX_PARTS} are not believed")
     names = part_names(name, count)
     if names is None:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{shown_name} is the first of {count} parts, and its name does not end in `-00001-of-{count:05d}.gguf`",
             hint="give the parts their names back: llama.cpp finds the others by them",
         )
@@ -501,7 +510,7 @@ def _other_parts(opener: Opener, shown_name: str, name: str, count: int, budget:
         if missing:
             continue
         if _whole(part["metadata"].get("split.no"), -1) != number:
-            raise ModelHeaderError(
+            raise ModelFormatError(
                 "{} says that it is part {}, not part {}".format(
                     source.name, _whole(part["metadata"].get("split.no"), -1) + 1, number + 1
                 ),
@@ -511,7 +520,7 @@ def _other_parts(opener: Opener, shown_name: str, name: str, count: int, budget:
     if missing:
         listed = ", ".join("`{}`".format(shown(item.rpartition("/")[2])) for item in missing[:5])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise ModelMissingError(
+        raise ModelIncompleteError(
             f"{shown_name}: {len(missing)} of {count} parts missing: {listed}{more}",
             hint="put all parts into one folder",
         )
@@ -522,14 +531,14 @@ def _check_together(shown_name: str, tensors: list[tuple[str, str, tuple[int, ..
     names = set()
     for tensor in tensors:
         if tensor[0] in names:
-            raise ModelHeaderError(
+            raise ModelFormatError(
                 f"{shown_name}: tensor `{shown(tensor[0])}` is in two parts",
                 hint="the parts are of different models: fetch them again",
             )
         names.add(tensor[0])
     expected = _whole(metadata.get("split.tensors.count"), len(tensors))
     if expected != len(tensors):
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{shown_name}: its parts hold {len(tensors)} tensors, and {expected} are expected",
             hint="the parts are of different models: fetch them again",
         )

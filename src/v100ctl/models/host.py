@@ -13,7 +13,7 @@ import v100ctl.errors
 from v100ctl.errors import ProbeError, V100ctlError
 from v100ctl.models import gguf, host_script, safetensors, source
 from v100ctl.models.local import to_header
-from v100ctl.models.source import ModelHeaderError, ModelMissingError
+from v100ctl.models.source import ModelFormatError, ModelHeaderError, ModelIncompleteError, ModelMissingError
 from v100ctl.models.types import ModelHeader
 from v100ctl.probe.run import run_python, shell_safe_json
 from v100ctl.probe.session import DEFAULT_TIMEOUT_S, Session
@@ -86,9 +86,16 @@ def read_answer(answer: str | bytes, paths: Sequence[str], *, host: str = "the h
     return {path: _outcome(host, path, headers.get(path)) for path in paths}
 
 
+_KINDS: dict[str, type[ModelHeaderError]] = {
+    "missing": ModelMissingError,
+    "incomplete": ModelIncompleteError,
+    "format": ModelFormatError,
+}
+
+
 def _outcome(host: str, path: str, answer: Any) -> ModelHeader | V100ctlError:
     if isinstance(answer, dict) and isinstance(error := answer.get("error"), dict):
-        kind = ModelMissingError if error.get("kind") == "missing" else ModelHeaderError
+        kind = _KINDS.get(str(error.get("kind")), ModelHeaderError)
         hint = error.get("hint")
         return kind(f"{host}: {printable(str(error.get('message')), 1000)}", hint=printable(str(hint), 1000) if hint else None)
     if isinstance(answer, dict) and isinstance(answer.get("header"), dict):

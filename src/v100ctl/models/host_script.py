@@ -19,7 +19,15 @@ from typing import Any
 from v100ctl.errors import V100ctlError
 from v100ctl.models.gguf import read_gguf_model
 from v100ctl.models.safetensors import read_folder
-from v100ctl.models.source import FileSource, ModelMissingError, Source, cannot_open, shown
+from v100ctl.models.source import (
+    FileSource,
+    ModelFormatError,
+    ModelIncompleteError,
+    ModelMissingError,
+    Source,
+    cannot_open,
+    shown,
+)
 
 SCHEMA = "v100ctl/model-headers/1"
 DEFAULT_LIMIT_S = 10.0
@@ -60,7 +68,8 @@ def answer(path: str) -> dict[str, Any]:
     try:
         return {"header": read_path(path)}
     except V100ctlError as error:
-        kind = "missing" if isinstance(error, ModelMissingError) else "header"
+        kinds = (("incomplete", ModelIncompleteError), ("missing", ModelMissingError), ("format", ModelFormatError))
+        kind = next((name for name, cls in kinds if isinstance(error, cls)), "header")
         return {"error": {"kind": kind, "message": error.message, "hint": error.hint}}
     except MemoryError:
         return _error(path, "cannot be read: out of memory")

@@ -12,7 +12,15 @@ import json
 import struct
 from typing import Any
 
-from v100ctl.models.source import Budget, ModelHeaderError, ModelMissingError, Opener, Source, shown
+from v100ctl.models.source import (
+    Budget,
+    ModelFormatError,
+    ModelIncompleteError,
+    ModelMissingError,
+    Opener,
+    Source,
+    shown,
+)
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -72,13 +80,13 @@ def read_safetensors(source: Source, budget: Budget | None = None) -> dict[str, 
     (length,) = struct.unpack("<Q", raw)
     again = "the file is damaged: fetch it again and check its sha256"
     if length > MAX_HEADER_BYTES:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{source.name} is no safetensors file: its header would have {length} bytes, and {MAX_HEADER_BYTES} are the most "
             "(at offset 0)",
             hint="name a folder with `config.json` and safetensors files; " + again,
         )
     if length > MAX_READ_HEADER_BYTES:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{source.name}: a header of {length} bytes is not read; {MAX_READ_HEADER_BYTES} are the most (at offset 0)",
             hint=again,
         )
@@ -93,14 +101,14 @@ def read_safetensors(source: Source, budget: Budget | None = None) -> dict[str, 
     end = 0
     for begin, stop, name, _, _ in entries:
         if begin != end:
-            raise ModelHeaderError(
+            raise ModelFormatError(
                 f"{source.name}: tensor `{shown(name)}` begins at {begin} of the data, not at {end}", hint=again
             )
         end = stop
     whole = 8 + length + end
     if source.size_bytes is not None and source.size_bytes != whole:
         cut = source.size_bytes < whole
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{source.name} {'is cut off' if cut else 'is too long'}: its tensors reach to byte {whole}, and the file ends at "
             f"{source.size_bytes}",
             hint=f"the file is {'incomplete' if cut else 'damaged'}: fetch it again and check its sha256",
@@ -113,23 +121,23 @@ def _tensor(source_name: str, name: str, entry: Any) -> tuple[int, int, str, str
     where = f"{source_name}: tensor `{shown(name)}`"
     again = "the file is damaged: fetch it again and check its sha256"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-        raise ModelHeaderError(where + " needs `dtype`, `shape` and `data_offsets`", hint=again)
+        raise ModelFormatError(where + " needs `dtype`, `shape` and `data_offsets`", hint=again)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{where} has the type {shown(str(dtype), 40)!r}, which is not known here", hint="it may need a newer v100ctl"
         )
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(item) is int and 0 <= item < 2**63 for item in numbers):
-            raise ModelHeaderError(f"{where}: `{what}` must be whole numbers", hint=again)
+            raise ModelFormatError(f"{where}: `{what}` must be whole numbers", hint=again)
     if len(offsets) != 2 or len(shape) > 64:
-        raise ModelHeaderError(f"{where} has {len(offsets)} offsets and {len(shape)} dimensions", hint=again)
+        raise ModelFormatError(f"{where} has {len(offsets)} offsets and {len(shape)} dimensions", hint=again)
     bits = DTYPE_BITS[dtype]
     for length in shape:
         bits *= length
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{where}: {end - begin} bytes of data, and {dtype} {shape} takes {bits / 8:g}"
             if bits < 2**200
             else f"{where} is absurdly large",
@@ -159,7 +167,7 @@ def read_folder(opener: Opener, name: str, listing: list[str] | None = None) -> 
     _check_depth(config, f"`{CONFIG}` of {name}")
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str) or not architectures[0]:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"`{CONFIG}` of {name} does not say its architecture (`architectures`)", hint="name a folder with a language model"
         )
     if config.get("quantization_config") is None:
@@ -189,17 +197,18 @@ def read_folder(opener: Opener, name: str, listing: list[str] | None = None) -> 
         file_bytes += shard["file_bytes"]
         for tensor in shard["tensors"]:
             if tensor[0] in tensors:
-                raise ModelHeaderError(
+                raise ModelFormatError(
                     f"{name}: tensor `{shown(tensor[0])}` is in two files",
                     hint="the files are of different models: fetch them again",
                 )
             tensors[tensor[0]] = tensor
     if missing:
         listed = ", ".join(f"`{shown(item)}`" for item in missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise ModelMissingError(f"{name}: {len(missing)} of {len(names)} files missing: {listed}", hint="fetch the whole folder")
+        said = f"{name}: {len(missing)} of {len(names)} files missing: {listed}"
+        raise ModelIncompleteError(said, hint="fetch the whole folder")
     lost = [item for item in indexed if item not in tensors]
     if lost:
-        raise ModelHeaderError(
+        raise ModelFormatError(
             f"{name}: `{INDEX}` names {len(lost)} tensors that no file holds, `{shown(lost[0])}` the first",
             hint="the files are of different models: fetch them again",
         )
@@ -221,14 +230,14 @@ def _shard_names(opener: Opener, name: str, listing: list[str] | None, budget: B
     if index is not None:
         weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(item, str) for item in weight_map.values()):
-            raise ModelHeaderError(f"`{INDEX}` of {name} has no `weight_map` of file names", hint="fetch it again")
+            raise ModelFormatError(f"`{INDEX}` of {name} has no `weight_map` of file names", hint="fetch it again")
         names = sorted(set(weight_map.values()))
         if len(names) > MAX_SHARDS or not names:
-            raise ModelHeaderError(f"`{INDEX}` of {name} names {len(names)} files; 1 to {MAX_SHARDS} are read")
+            raise ModelFormatError(f"`{INDEX}` of {name} names {len(names)} files; 1 to {MAX_SHARDS} are read")
         for file_name in names:
             # The name is joined to the folder's, and nothing else is to be read through it.
             if "/" in file_name or "\\" in file_name or "\0" in file_name or not file_name.endswith(".safetensors"):
-                raise ModelHeaderError(
+                raise ModelFormatError(
                     f"`{INDEX}` of {name} names `{shown(file_name)}`, which is no safetensors file of the folder",
                     hint="do not use this model: look at what it is",
                 )
@@ -239,11 +248,11 @@ def _shard_names(opener: Opener, name: str, listing: list[str] | None, budget: B
     # Some models come twice, in their maker's own layout too.
     names = [item for item in names if not item.startswith("consolidated")] or names
     if not names:
-        raise ModelMissingError(
+        raise ModelIncompleteError(
             f"{name} has no safetensors files", hint="vLLM models are read as safetensors: convert the weights"
         )
     if len(names) > MAX_SHARDS:
-        raise ModelHeaderError(f"{name} has {len(names)} safetensors files; {MAX_SHARDS} are read at most")
+        raise ModelFormatError(f"{name} has {len(names)} safetensors files; {MAX_SHARDS} are read at most")
     return names, []
 
 
@@ -255,7 +264,7 @@ def _read(source: Source, budget: Budget, offset: int, size: int, what: str) -> 
         if len(raw) == size:
             return raw
         end = offset + len(raw)
-    raise ModelHeaderError(
+    raise ModelFormatError(
         f"{source.name} is cut off: {what} needs {size} bytes, and the file ends at {end} (at offset {offset})",
         hint="the file is incomplete or no safetensors file: fetch it again and check its sha256",
     )
@@ -271,10 +280,10 @@ def _read_json(opener: Opener, name: str, limit_bytes: int, budget: Budget) -> d
         # One byte more than may be there, so that a longer file shows where its size is not known.
         size = limit_bytes + 1 if source.size_bytes is None else source.size_bytes
         if size > limit_bytes and source.size_bytes is not None:
-            raise ModelHeaderError(f"{source.name} has {size} bytes; {limit_bytes} are the most", hint="it is no such file")
+            raise ModelFormatError(f"{source.name} has {size} bytes; {limit_bytes} are the most", hint="it is no such file")
         raw = source.read(0, size)
         if len(raw) > limit_bytes:
-            raise ModelHeaderError(f"{source.name} has more than {limit_bytes} bytes", hint="it is no such file")
+            raise ModelFormatError(f"{source.name} has more than {limit_bytes} bytes", hint="it is no such file")
         budget.use(source.name, "read_bytes", len(raw))
         return _parse(raw, source.name, 0)
     finally:
@@ -302,7 +311,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(raw: bytes, name: str, offset: int, *, strict: bool = False) -> dict[str, Any]:
     """A JSON object, with its nesting, its values and its numbers bounded; ``strict``: no key twice."""
     if raw.count(b",") + raw.count(b"{") + raw.count(b"[") > MAX_VALUES:
-        raise ModelHeaderError(f"{name}: more than {MAX_VALUES} values", hint="it is damaged: fetch it again")
+        raise ModelFormatError(f"{name}: more than {MAX_VALUES} values", hint="it is damaged: fetch it again")
     try:
         text = raw.decode("utf-8")
         document = json.loads(text, parse_int=_whole_number, object_pairs_hook=_no_duplicates if strict else None)
@@ -310,17 +319,17 @@ def _parse(raw: bytes, name: str, offset: int, *, strict: bool = False) -> dict[
         if "\\u" in text or "\\U" in text:
             json.dumps(document, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
-        raise ModelHeaderError(f"{name} is not UTF-8 (at offset {offset + error.start})", hint="fetch it again") from None
+        raise ModelFormatError(f"{name} is not UTF-8 (at offset {offset + error.start})", hint="fetch it again") from None
     except UnicodeEncodeError:
-        raise ModelHeaderError(f"{name} holds a lone surrogate, which is no text", hint="fetch it again") from None
+        raise ModelFormatError(f"{name} holds a lone surrogate, which is no text", hint="fetch it again") from None
     except RecursionError:
-        raise ModelHeaderError(f"{name} is nested too deeply", hint="it is damaged: fetch it again") from None
+        raise ModelFormatError(f"{name} is nested too deeply", hint="it is damaged: fetch it again") from None
     except ValueError as error:
         place = f" (at offset {offset + error.pos})" if isinstance(error, json.JSONDecodeError) else ""
         said = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ModelHeaderError(f"{name} is no JSON: {shown(said)}{place}", hint="it is damaged: fetch it again") from None
+        raise ModelFormatError(f"{name} is no JSON: {shown(said)}{place}", hint="it is damaged: fetch it again") from None
     if not isinstance(document, dict):
-        raise ModelHeaderError(f"{name} holds no JSON object", hint="it is damaged: fetch it again")
+        raise ModelFormatError(f"{name} holds no JSON object", hint="it is damaged: fetch it again")
     return document
 
 
@@ -335,4 +344,4 @@ def _check_depth(document: dict[str, Any], what: str) -> None:
         ]
         if not level:
             return
-    raise ModelHeaderError(f"{what} is nested more than {MAX_DEPTH} deep", hint="it is damaged: fetch it again")
+    raise ModelFormatError(f"{what} is nested more than {MAX_DEPTH} deep", hint="it is damaged: fetch it again")

@@ -18,8 +18,16 @@ class ModelHeaderError(V100ctlError):
     """A model's header cannot be read, or says what cannot be true. The message names the file, what, and the offset."""
 
 
+class ModelFormatError(ModelHeaderError):
+    """What is there is no model, or a damaged one: reading it again would say the same."""
+
+
 class ModelMissingError(ModelHeaderError):
     """There is no such file or folder."""
+
+
+class ModelIncompleteError(ModelMissingError, ModelFormatError):
+    """Some of a model's files are there and others are not."""
 
 
 class Budget:

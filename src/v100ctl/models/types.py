@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,3 +44,14 @@ class ModelHeader(BaseModel):
     def tensor_bytes(self) -> int:
         """The weights alone, in bytes."""
         return sum(tensor.size_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class NotAModel:
+    """What lies where the model should is certainly none; ``reason`` says what was found."""
+
+    reason: str
+
+
+#: What is known of one model: its header, that it is none, or (a text) why nobody knows.
+Known = ModelHeader | NotAModel | str

@@ -23,7 +23,7 @@ from v100ctl.fleet import (
     parse_config,
     plain,
 )
-from v100ctl.models.types import ModelHeader
+from v100ctl.models.types import Known, ModelHeader, NotAModel
 from v100ctl.plan import llama_cpp
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -42,13 +42,14 @@ __all__ = [
     "from_ansible",
     "model_path",
     "model_specs",
+    "plain_known",
     "plan",
     "present_instances",
     "probe_request",
 ]
 
 #: What is known of each model, by its path on the host: its header, or why that could not be read.
-Headers = Mapping[str, ModelHeader | str]
+Headers = Mapping[str, Known]
 
 
 def present_instances(config: HostConfig) -> dict[str, InstanceSpec]:
@@ -180,10 +181,21 @@ def from_ansible(
     """
     host = str(variables["inventory_hostname"])
     config = parse_config(host, ansible_variables(variables))
-    known = {
-        path: value if isinstance(value, str) else ModelHeader.model_validate(value) for path, value in (headers or {}).items()
-    }
+    known = {path: _known(value) for path, value in (headers or {}).items()}
     return plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of).to_role_variables()
+
+
+def plain_known(known: Known) -> Any:
+    """What is known of a model as plain data, for a playbook."""
+    if isinstance(known, ModelHeader):
+        return known.model_dump(mode="json")
+    return {"not_a_model": known.reason} if isinstance(known, NotAModel) else known
+
+
+def _known(plain: Any) -> Known:
+    if isinstance(plain, str):
+        return plain
+    return NotAModel(str(plain["not_a_model"])) if "not_a_model" in plain else ModelHeader.model_validate(plain)
 
 
 def ansible_variables(variables: Mapping[str, Any]) -> dict[str, Any]:

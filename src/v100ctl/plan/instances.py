@@ -12,7 +12,7 @@ from v100ctl.catalog.speeds import speeds_like
 from v100ctl.catalog.vllm import VllmRow
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
-from v100ctl.models.types import ModelHeader
+from v100ctl.models.types import Known, ModelHeader, NotAModel
 from v100ctl.plan import llama_cpp, profiles, vllm, vllm_memory, vram
 from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
 from v100ctl.plan.cuda import decide_cuda
@@ -31,7 +31,15 @@ from v100ctl.plan.rules.instance import (
     placement_rules,
     unspelled_rule,
 )
-from v100ctl.plan.rules.model import fit_rules, header_rules, header_unread_rule, memory_unknown_rule, projector_rule
+from v100ctl.plan.rules.model import (
+    draft_rules,
+    fit_rules,
+    header_rules,
+    header_unread_rule,
+    invalid_model_rule,
+    memory_unknown_rule,
+    projector_rule,
+)
 from v100ctl.plan.rules.vllm import (
     capability_of,
     quantization_method,
@@ -56,7 +64,7 @@ class Planner:
         host: str,
         config: HostConfig,
         facts: Facts,
-        headers: Mapping[str, ModelHeader | str],
+        headers: Mapping[str, Known],
         catalog: Catalog,
         as_of: date,
         *,
@@ -236,15 +244,12 @@ class Planner:
 
     def _decide_vllm(self, name: str, spec: InstanceSpec, model: Model) -> None:
         row = self.catalog.vllm(self.config.vllm_version)
-        header = self.headers.get(model.path, "nobody has read it")
-        if isinstance(header, str):
-            self._unread(name, model.path, header, on_cards=True)
+        header = self._header(name, model.path, on_cards=True)
         chosen = self._chosen.get(name, ())
         # The user's own share is its margin.
         cards = self._memory_cards(chosen, margin_bytes=0)
         cards = cuda_cards(cards, chosen) if cards else ()
-        known = None if isinstance(header, str) else header
-        self.instance_verdicts += vllm_rules(name, spec, self.config, self.facts, row, known, cards, self.catalog)
+        self.instance_verdicts += vllm_rules(name, spec, self.config, self.facts, row, header, cards, self.catalog)
         if row is None or not row.launchable:
             return
         problems = [*vllm_extra_args_rules(name, spec, row)]
@@ -283,8 +288,9 @@ class Planner:
             context_length=vllm.context_per_request(spec.settings),
             parallel=vllm.requests_at_once(spec.settings, row),
         )
-        if known is not None and known.format == "safetensors" and cards:
-            self._fit_vllm(name, spec, row, known, cards)
+        computed = vllm.moves_memory(spec.extra_args, row) is None
+        if header is not None and header.format == "safetensors" and cards and computed:
+            self._fit_vllm(name, spec, row, header, cards)
 
     def _fit_vllm(self, name: str, spec: InstanceSpec, row: VllmRow, header: ModelHeader, cards: tuple[vram.Card, ...]) -> None:
         method = quantization_method(spec.settings, header, capability_of(cards))
@@ -355,19 +361,24 @@ class Planner:
 
     # Models and memory
 
-    def _unread(self, name: str, path: str, reason: str, *, on_cards: bool) -> None:
+    def _header(self, name: str, path: str, *, on_cards: bool) -> ModelHeader | None:
+        """The header of a model of this instance; where there is none, that is said, once."""
+        known = self.headers.get(path, "nobody has read it")
+        if isinstance(known, ModelHeader):
+            return known
+        if isinstance(known, NotAModel):
+            self.instance_verdicts.append(invalid_model_rule(name, known.reason))
+            return None
         found, model = self.facts.models.get(path), self._models.get(path)
         # Where the file itself is missing, that is said already.
         if not (found and not found.exists and model and model.source["kind"] == "host"):
-            self.instance_verdicts.append(header_unread_rule(name, reason, on_cards=on_cards))
+            self.instance_verdicts.append(header_unread_rule(name, known, on_cards=on_cards))
+        return None
 
     def _judge_model(self, name: str, spec: InstanceSpec) -> None:
         row = self.llama_cpp_row
-        header = self.headers.get(model_path(spec.model), "nobody has read it")
-        if isinstance(header, str):
-            self._unread(name, model_path(spec.model), header, on_cards=self._on_cards(spec))
-            return
-        if row is None:
+        header = self._header(name, model_path(spec.model), on_cards=self._on_cards(spec))
+        if header is None or row is None:
             return
         self.instance_verdicts += header_rules(name, spec, header, self.config, row, self.catalog)
         if header.format != "gguf" or llama_cpp.meaningless_settings(spec.settings):
@@ -379,11 +390,10 @@ class Planner:
             return
         draft: ModelHeader | None = None
         for item in list(model_specs(spec))[1:]:
-            found = self.headers.get(model_path(item), "nobody has read it")
-            if isinstance(found, str):
-                self.instance_verdicts.append(memory_unknown_rule(name, f"the draft model's header was not read ({found})"))
+            draft = self._header(name, model_path(item), on_cards=True)
+            if draft is None:
                 return
-            draft = found
+            self.instance_verdicts += draft_rules(name, header, draft)
         moving = llama_cpp.moves_memory(spec.extra_args, row, self.catalog.llama_cpp_parser(row.build))
         if moving is not None:
             reason = f"`{moving}` in `extra_args` decides what lies where, and how large it is"

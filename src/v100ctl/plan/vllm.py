@@ -279,6 +279,16 @@ def split_argv(
         yield word, argument, tuple(values), spellings
 
 
+def moves_memory(words: Sequence[str], row: VllmRow) -> str | None:
+    """The first word that changes what lies on the cards, and how large it is, in a way that no setting says."""
+    if row.parser is None:
+        return None
+    for word, argument, _, _ in split_argv(words, row.parser):
+        if argument is not None and set(argument.names) & set(row.moves_memory):
+            return word.partition("=")[0]
+    return None
+
+
 def check_argv(words: Sequence[str], parser: VllmParser, *, former: Mapping[str, str] | None = None) -> list[ArgvProblem]:
     """What the version's own parser would say about an argv.
 

@@ -24,7 +24,7 @@ from tests.unit.factory import AS_OF
 from tests.unit.vllm_models import AWQ, GPTQ, QWEN25_14B, model
 from v100ctl.facts import Facts
 from v100ctl.fleet import parse_config
-from v100ctl.models.types import ModelHeader, Tensor
+from v100ctl.models.types import Known, ModelHeader, NotAModel, Tensor
 from v100ctl.plan import HostPlan, plan
 from v100ctl.plan.types import plain_data
 
@@ -55,13 +55,15 @@ CHECKPOINTS: dict[str, Callable[[], ModelHeader]] = {
 }
 
 
-def headers(folder: Path) -> dict[str, ModelHeader | str]:
+def headers(folder: Path) -> dict[str, Known]:
     """What ``headers.yml`` says."""
     file = folder / "headers.yml"
-    known: dict[str, ModelHeader | str] = {}
+    known: dict[str, Known] = {}
     for path, value in (yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}).items():
         if isinstance(value, str):
             known[path] = shape_header(value) if value in MODELS else CHECKPOINTS[value]() if value in CHECKPOINTS else value
+        elif "not_a_model" in value:
+            known[path] = NotAModel(value["not_a_model"])
         else:
             known[path] = ModelHeader.model_validate(value)
     return known

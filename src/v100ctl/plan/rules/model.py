@@ -115,6 +115,41 @@ def header_unread_rule(name: str, reason: str, *, on_cards: bool) -> Rule:
     )
 
 
+def invalid_model_rule(name: str, reason: str) -> Rule:
+    """What lies there is certainly no model that an engine could load."""
+    return Rule(
+        "model-invalid",
+        "refuse",
+        f"the model cannot be loaded: {reason}",
+        "a GGUF file, or for vLLM a folder with `config.json` and all its safetensors; its published sha256 tells a whole one",
+        instance=name,
+    )
+
+
+#: By how many tokens the vocabularies of a model and its draft may differ (common/speculative.cpp, the same in builds 9851 to
+#: 11434: `SPEC_VOCAB_MAX_SIZE_DIFFERENCE`).
+_VOCABULARY_DIFFERENCE = 128
+
+
+def draft_rules(name: str, header: ModelHeader, draft: ModelHeader) -> Iterator[Rule]:
+    """A model can only check what another drafts where both count tokens alike (``common_speculative_are_compatible``)."""
+    kinds = [item.metadata.get("tokenizer.ggml.model") for item in (header, draft)]
+    sizes = [item.array_lengths.get("tokenizer.ggml.tokens", 0) for item in (header, draft)]
+    if None not in kinds and kinds[0] != kinds[1]:
+        reason = f"the model's tokenizer is {kinds[0]}, that of its draft {kinds[1]}"
+    elif all(sizes) and abs(sizes[0] - sizes[1]) > _VOCABULARY_DIFFERENCE:
+        reason = f"the model knows {sizes[0]} tokens and its draft {sizes[1]}; they may differ by {_VOCABULARY_DIFFERENCE}"
+    else:
+        return
+    yield Rule(
+        "draft-of-another-vocabulary",
+        "refuse",
+        f"{reason}: the engine does not draft with such a pair",
+        "a draft of the same family as the model",
+        instance=name,
+    )
+
+
 def memory_unknown_rule(name: str, reason: str) -> Rule:
     """Nothing is known about how the architecture keeps its cache."""
     return Rule(

@@ -423,6 +423,11 @@ class _Check:
     def memory_rules(self, row: VllmRow) -> Iterator[Rule]:
         if self.header is None or not self.cards:
             return
+        moving = vllm.moves_memory(self.spec.extra_args, row)
+        if moving is not None:
+            reason = f"`{moving}` in `extra_args` decides what lies on the cards, so the model's memory is not computed"
+            yield self.warn("vllm-memory-unknown", reason, "leave it out, or look at `nvidia-smi` after a start by hand")
+            return
         method = quantization_method(self.settings, self.header, self.capability)
         limit = context_limit(self.header, self.settings, row)
         context = vllm.context_per_request(self.settings)
@@ -516,6 +521,15 @@ def vllm_extra_args_rules(name: str, spec: InstanceSpec, row: VllmRow) -> Iterat
     if parser is None:
         return
     for word, argument, _, _ in vllm.split_argv(spec.extra_args, parser):
+        if word.partition("=")[0].replace("_", "-") in row.reads_arguments:
+            yield Rule(
+                "extra-args-setting",
+                "refuse",
+                f"`{word.partition('=')[0]}` in `extra_args` would read further arguments from a file, past every check",
+                "its contents as `settings`, and what no setting says in `extra_args`",
+                instance=name,
+            )
+            continue
         if argument is None:
             continue
         flag = argument.names[0]
