@@ -600,3 +600,10 @@ def test_the_newest_compiler_that_fits(release: tuple[str, str], gcc_max: int, p
 )
 def test_version_key(text: str, key: tuple[int, ...]) -> None:
     assert version_key(text) == key
+
+
+def test_a_version_of_thousands_of_digits_is_no_error() -> None:
+    from v100ctl.catalog import version_key
+
+    assert version_key("5" * 10_000)[0] > 0
+    assert version_key("535.309.01-0ubuntu1") == (535, 309, 1)

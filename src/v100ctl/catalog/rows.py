@@ -20,5 +20,6 @@ def version_key(version: str) -> tuple[int, ...]:
 
     Only what stands before the first character that is neither digit nor full stop counts; nothing numeric gives ``()``.
     """
-    leading = re.match(r"[0-9.]*", version.strip())
+    # No version is longer, and Python refuses numbers of thousands of digits.
+    leading = re.match(r"[0-9.]{0,100}", version.strip())
     return tuple(int(part) for part in (leading.group() if leading else "").split(".") if part)
