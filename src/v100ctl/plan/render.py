@@ -13,6 +13,7 @@ from v100ctl.paths import content_dir
 MANAGED_HEADER = "Managed by v100ctl. Changes are overwritten."
 
 
+@functools.lru_cache(maxsize=4096)
 def systemd_escape(value: str) -> str:
     """``value`` as one word of an ``ExecStart=`` line.
 

@@ -88,6 +88,8 @@ def instance_rules(
 
 def extra_args_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, catalog: Catalog) -> Iterator[Rule]:
     """Rules about words for the engine's own command line: none may say what the plan has to know."""
+    if not spec.extra_args:
+        return
     settings = llama_cpp.settings_by_flag(row, catalog.llama_cpp_parser(row.build))
     for word in spec.extra_args:
         # The engine's parser reads `_` in a flag as `-`. It knows neither `FLAG=VALUE` nor capitals, and a secret after those is
