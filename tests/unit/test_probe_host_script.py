@@ -1651,6 +1651,9 @@ def test_an_odd_secure_boot_variable_is_an_error(tmp_path: Path, value: bytes) -
         ({"proc/modules": "nouveau 2400000 1 - Live 0x0\nttm 1 1 nouveau, Live 0x0\n"}, True, False),
         # It is another module that uses it here.
         ({"proc/modules": "ttm 1 1 nouveau, Live 0x0\n"}, False, False),
+        # Built into the kernel, or a kernel that lists none.
+        ({"sys/module/nouveau/uevent": ""}, True, False),
+        ({"sys/module/drm/uevent": ""}, False, False),
         ({"etc/modprobe.d/a.conf": "# comment\n  blacklist nouveau # why\noptions x\n"}, False, True),
         ({"etc/modprobe.d/a.conf": "blacklist nouveau\r\n"}, False, True),
         ({"usr/lib/modprobe.d/a.conf": "install nouveau /bin/false\n"}, False, True),

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
     "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
     "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),
+    "lab": ("v100ctl.cli.lab", "Test hosts with fake V100s: up, list, ssh, fault, down."),
     "completion": ("v100ctl.cli.completion", "Print the completion script of a shell."),
 }
 

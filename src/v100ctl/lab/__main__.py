@@ -11,6 +11,7 @@ import click
 from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import V100ctlError
 from v100ctl.lab.engine import ensure_docker
+from v100ctl.lab.gpu import FakeCards, FakeDriver
 from v100ctl.lab.hosts import Lab, LabHost, write_inventory
 from v100ctl.lab.image import ensure_image
 
@@ -24,14 +25,20 @@ def cli() -> None:
 @click.argument("names", nargs=-1, required=True)
 @click.option("--inventory", type=click.Path(path_type=Path), help="Write an Ansible inventory of these hosts.")
 @click.option("--install", is_flag=True, help="Install Docker Engine where it is missing.")
-def up(names: tuple[str, ...], inventory: Path | None, install: bool) -> None:
+@click.option(
+    "--cards", default="", help="The fake V100s that each plays to have (`4xV100-SXM2-16GB`, `none`); else none is played."
+)
+@click.option("--driver", default="none", show_default=True, help="With --cards: the driver that each starts with.")
+def up(names: tuple[str, ...], inventory: Path | None, install: bool, cards: str, driver: str) -> None:
     """Bring hosts up; ones that run are left as they are. Prints their connection as JSON."""
     reporter = make_reporter()
     try:
         client = ensure_docker(reporter, install=install)
         image = ensure_image(client, reporter)
         lab = Lab(client)
-        hosts = {name: lab.up(LabHost(name), image, reporter).variables() for name in names}
+        played = FakeCards.parse(cards) if cards else None
+        made = [LabHost(name, cards=played, driver=FakeDriver.parse(driver)) for name in names]
+        hosts = {host.name: lab.up(host, image, reporter).variables() for host in made}
     finally:
         reporter.close()
     if inventory is not None:

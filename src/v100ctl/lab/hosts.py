@@ -35,6 +35,7 @@ from v100ctl.errors import LabError
 from v100ctl.lab import LABEL, lab_dir
 from v100ctl.lab.containers import execute, put_file, remove_container
 from v100ctl.lab.engine import engine_errors
+from v100ctl.lab.gpu import CONTROL, FakeCards, FakeDriver, files, set_up, specification
 from v100ctl.lab.image import ADMIN, AUTHORIZED_KEYS, apt_settings
 from v100ctl.locks import exclusive
 
@@ -44,6 +45,8 @@ FOLDER_LABEL = f"{LABEL}.folder"
 RECIPE_LABEL = f"{LABEL}.recipe"
 #: Present on hosts that belong to one program's run: its pid and start time. Gone when that program is.
 OWNER_LABEL = f"{LABEL}.owner"
+#: Present on hosts that play machines with cards: which cards.
+CARDS_LABEL = f"{LABEL}.cards"
 #: The second account of a host that was given ``sudo_password``: same key, but sudo asks.
 PASSWORD_ADMIN = "admin-pw"  # noqa: S105  (an account's name)
 
@@ -78,11 +81,16 @@ class LabHost:
         sudo_password: Makes the account :data:`PASSWORD_ADMIN`, which logs in with the key like the other, but sudo asks it for
             this password.
         owner: A program's run that the host belongs to (see :func:`run_identity`); empty for a host that outlives it.
+        cards: The V100s that it plays to have, none of them for a bare machine; ``None`` for a host that plays none, whose buses
+            and modules are those of the machine that it shares. One that plays restarts with another boot id.
+        driver: The driver that it starts with, where it plays.
     """
 
     name: str
     sudo_password: str | None = field(default=None, repr=False)
     owner: str = ""
+    cards: FakeCards | None = None
+    driver: FakeDriver = field(default_factory=FakeDriver)
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -151,12 +159,13 @@ class RunningHost:
 
 @dataclass(frozen=True)
 class HostState:
-    """A lab host as Docker knows it; ``address`` is empty while it does not run."""
+    """A lab host as Docker knows it; ``address`` is empty while it does not run, ``cards`` where it plays none."""
 
     name: str
     status: str
     address: str
     image: str
+    cards: str = ""
 
 
 class Lab:
@@ -183,7 +192,7 @@ class Lab:
         """
         with exclusive(self._lock(host.name)), engine_errors(f"bring up the lab host {host.name}"):
             container = self._container(host, image)
-            self._furnish(container)
+            self._furnish(container, host)
             if container.status != "running":
                 with reporter.phase(f"booting the lab host {host.name}"):
                     container.start()
@@ -202,8 +211,28 @@ class Lab:
         with engine_errors(f"look for the lab host {name}"):
             hosts = self._refresh()
         if name not in hosts:
-            raise LabError(f"the lab host {name} does not run", hint="`v100ctl try` starts one")
+            raise LabError(f"the lab host {name} does not run", hint="`v100ctl lab list` lists them; `v100ctl lab up` starts one")
         return hosts[name]
+
+    def reboot(self, name: str) -> RunningHost:
+        """Restarts a host that plays cards as ``systemctl reboot`` does, and waits until it is back with another boot id.
+
+        Raises:
+            LabError: It does not run, plays no cards, or does not come back.
+        """
+        host = self.running(name)
+        if CARDS_LABEL not in host.container.labels:
+            raise LabError(f"the lab host {name} plays no cards, so nothing starts it again", hint="`v100ctl lab up` makes one")
+        with exclusive(self._lock(name)), engine_errors(f"restart the lab host {name}"):
+            before = _boot_id(host.container)
+            execute(host.container, ["systemctl", "reboot"])
+            deadline_s = time.monotonic() + _BOOT_TIMEOUT_S
+            while _boot_id(host.container) in ("", before):
+                if time.monotonic() > deadline_s:
+                    raise LabError(f"the lab host {name} did not restart within {_BOOT_TIMEOUT_S:.0f} s")
+                time.sleep(_POLL_S)
+            self._await_boot(host.container, name)
+            return self._refresh()[name]
 
     def down(self, *names: str) -> list[str]:
         """Removes hosts, all of this folder's when none is named. Returns the names of those that were there."""
@@ -235,6 +264,7 @@ class Lab:
                     status=container.status,
                     address=_address(container),
                     image=str(container.attrs["Config"]["Image"]),
+                    cards=container.labels.get(CARDS_LABEL, ""),
                 )
                 for container in self._containers()
             ]
@@ -253,7 +283,11 @@ class Lab:
     def _container(self, host: LabHost, image: Image) -> Container:
         """The host's container as it should be, made when it is not there; perhaps not started."""
         options = _creation_options(self.client)
-        recipe = hashlib.sha256(json.dumps([image.id, options], sort_keys=True).encode()).hexdigest()[:12]
+        made_of: list[Any] = [image.id, options]
+        if host.cards is not None:
+            _play_cards(options)
+            made_of.append(specification(host.name, host.cards, host.driver))
+        recipe = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
         try:
             container = self.client.containers.get(host.container_name)
         except NotFound:
@@ -267,22 +301,26 @@ class Lab:
                     hint=f"remove it with `docker rm -f {host.container_name}`, or use another name",
                 )
             same = container.labels.get(RECIPE_LABEL) == recipe and container.labels.get(OWNER_LABEL, "") == host.owner
-            if same and container.status in ("created", "exited", "running"):
+            if same and container.status in ("created", "exited", "running", "restarting"):
                 return container
             # Made otherwise, or paused, dying, dead: a host holds nothing that could not be made again.
             remove_container(container)
         labels = {LABEL: host.name, FOLDER_LABEL: str(self.folder), RECIPE_LABEL: recipe}
         if host.owner:
             labels[OWNER_LABEL] = host.owner
+        if host.cards is not None:
+            labels[CARDS_LABEL] = str(host.cards)
         return self.client.containers.create(
             image.id or "", name=host.container_name, hostname=host.name, labels=labels, **options
         )
 
-    def _furnish(self, container: Container) -> None:
-        """Puts in what every boot needs anew: the key that opens the account and apt's way to the mirrors."""
+    def _furnish(self, container: Container, host: LabHost) -> None:
+        """Puts in what every boot needs anew: the key that opens the account, apt's way to the mirrors, the cards."""
         authorized = f"{self._public_key()} v100ctl lab\n".encode()
         put_file(container, AUTHORIZED_KEYS, authorized, mode=0o644)
         put_file(container, _APT_SETTINGS, apt_settings().encode(), mode=0o600)
+        if host.cards is not None and not container.put_archive("/", files(host.name, host.cards, host.driver)):
+            raise LabError(f"Docker Engine did not take the cards of container {container.name}", hint="see the engine's log")
 
     def _await_boot(self, container: Container, name: str) -> None:
         deadline_s = time.monotonic() + _BOOT_TIMEOUT_S
@@ -307,6 +345,8 @@ class Lab:
             time.sleep(_POLL_S)
 
     def _finish(self, container: Container, host: LabHost) -> None:
+        if host.cards is not None:
+            set_up(container, host.name)
         if host.sudo_password is None:
             return
         # Through a file, because an argument or variable would show in `docker inspect` and in the process list.
@@ -433,6 +473,13 @@ def _creation_options(client: docker.DockerClient) -> dict[str, Any]:
     return options
 
 
+def _play_cards(options: dict[str, Any]) -> None:
+    """Changes a container's options to those of a machine with cards: it is laid out before systemd starts, and restarts."""
+    start = options["command"][-1] if len(options["command"]) == 3 else "exec /sbin/init"
+    options["command"] = ["/bin/sh", "-c", f"{CONTROL} boot; {start}"]
+    options["restart_policy"] = {"Name": "unless-stopped"}
+
+
 # --- looking at a container -------------------------------------------------------------------------------------------
 
 
@@ -449,6 +496,15 @@ def _system_state(container: Container) -> str:
         # Stopped in between; the next look at its status says so.
         return "gone"
     return output.strip().splitlines()[-1] if output.strip() else "silent"
+
+
+def _boot_id(container: Container) -> str:
+    """The host's boot id; empty while it is down."""
+    try:
+        code, output = execute(container, ["cat", "/proc/sys/kernel/random/boot_id"])
+    except DockerException:
+        return ""
+    return output.strip() if code == 0 else ""
 
 
 def _ssh_answers(address: str) -> bool:

@@ -18,6 +18,9 @@ fixture                   scope     value
 ``lab_ssh``               session   testinfra's ``Host`` for ``lab_host``, over SSH
 ``fresh_lab_ssh``         function  the same for ``fresh_lab_host``
 ``lab_inventory``         function  a function that writes an Ansible inventory of hosts and returns its path
+``make_v100_host``        function  a function ``(cards, driver="535") -> RunningHost`` for hosts with fake V100s
+``lab_fault``             function  a function ``(host, name, card=None)`` that breaks one; mended when the test ends
+``lab_reboot``            function  a function ``(host) -> RunningHost`` that restarts one and waits until it is back
 ========================  ========  ======================================================================================
 
 Hosts are removed at the end of the session, also those that an earlier, killed session left. ``--lab-keep`` keeps the
@@ -31,6 +34,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +121,45 @@ def make_lab_host(lab: Lab, lab_reporter: Reporter) -> Iterator[Callable[..., Ru
     yield make
     if names:
         lab.down(*names)
+
+
+@pytest.fixture
+def make_v100_host(make_lab_host: Callable[..., RunningHost]) -> Callable[..., RunningHost]:
+    """Makes new hosts with fake V100s, which live as long as the test: ``make_v100_host("4xV100-SXM2-16GB", driver="580")``.
+
+    The driver is a branch, an exact version, or ``none`` for a host that real packages go into.
+    """
+    from v100ctl.lab.gpu import FakeCards, FakeDriver
+
+    def make(cards: str = "1xV100-PCIE-16GB", driver: str = "535", name: str | None = None) -> RunningHost:
+        return make_lab_host(name, cards=FakeCards.parse(cards), driver=FakeDriver.parse(driver))
+
+    return make
+
+
+@pytest.fixture
+def lab_fault() -> Iterator[Callable[..., None]]:
+    """Breaks a host with fake V100s (see :data:`v100ctl.lab.gpu.FAULTS`); what was broken is mended at the end, last first."""
+    from v100ctl.errors import LabError
+    from v100ctl.lab.gpu import fault
+
+    broken: list[tuple[RunningHost, str, int | None]] = []
+
+    def break_host(host: RunningHost, name: str, card: int | None = None) -> None:
+        fault(host, name, card=card)
+        broken.append((host, name, card))
+
+    yield break_host
+    for host, name, card in reversed(broken):
+        # The test may have removed the host, or what could be mended.
+        with suppress(LabError):
+            fault(host, name, card=card, undo=True)
+
+
+@pytest.fixture
+def lab_reboot(lab: Lab) -> Callable[[RunningHost], RunningHost]:
+    """Restarts a host with fake V100s as ``systemctl reboot`` does: SSH is lost, and it comes back with another boot id."""
+    return lambda host: lab.reboot(host.name)
 
 
 @pytest.fixture

@@ -1292,9 +1292,10 @@ def collect_secure_boot(firmware: str = "/sys/firmware/efi") -> "bool | None":
 
 
 def loaded_modules(root: str = "/") -> "set[str]":
-    """Names of all loaded kernel modules."""
+    """Names of all loaded kernel modules, and of the watched ones that are built into the kernel, which only ``/sys`` shows."""
     content = read_text(os.path.join(root, "proc/modules"), "", limit_bytes=4 << 20)
-    return {line.partition(" ")[0] for line in content.splitlines()}
+    listed = {line.partition(" ")[0] for line in content.splitlines()}
+    return listed | {name for name in WATCHED_MODULES if os.path.isdir(os.path.join(root, "sys/module", name))}
 
 
 def blacklists_nouveau(content: str) -> bool:
