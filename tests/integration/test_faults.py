@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.device.shapes import MODELS as SHAPES
+from tests.device.shapes import write
 from v100ctl.lab.hosts import PASSWORD_ADMIN
 
 from .hosts import Done, WriteInventory, on_host, serving_variables, snapshot, v100ctl
@@ -80,12 +82,24 @@ def test_a_wrong_sha256_is_found_before_a_host_is_touched(
     lab_host: RunningHost, lab_inventory: WriteInventory, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "model.gguf"
-    wrong.write_bytes(b"not what was asked for")
+    write(SHAPES["smallest"](), wrong)
     variables = serving_variables(port=8018)
     variables["llm_server_instances"]["chat"]["model"] = {"from_controller": str(wrong), "sha256": "ab" * 32}
     inventory = lab_inventory(lab_host, variables=variables)
     before = snapshot(lab_host)
     refused(v100ctl("provision", "-i", inventory), "sha256", "ab" * 32)
+    assert snapshot(lab_host) == before
+
+
+def test_what_is_no_model_is_refused_before_a_host_is_touched(
+    lab_host: RunningHost, lab_inventory: WriteInventory, tmp_path: Path
+) -> None:
+    page = tmp_path / "model.gguf"
+    page.write_text("<!DOCTYPE html><title>Sign in to download</title>", encoding="utf-8")
+    variables = serving_variables(port=8018)
+    variables["llm_server_instances"]["chat"]["model"] = {"from_controller": str(page), "sha256": "ab" * 32}
+    before = snapshot(lab_host)
+    refused(v100ctl("provision", "-i", lab_inventory(lab_host, variables=variables)), "model-invalid", "GGUF")
     assert snapshot(lab_host) == before
 
 
