@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
+from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.types import HostPlan, ManagedFile
 
 Kind = Literal["drifted", "pending", "external"]
@@ -45,7 +47,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
     """Every difference between what is planned and what the probe found, in the order in which roles would mend them."""
     applied = facts.host_json.document or {}
     return (
-        *_driver(plan, facts),
+        *_driver(plan, facts, applied),
         *_cuda(plan),
         *_packages(plan, facts, applied),
         *_accounts(plan, facts, applied),
@@ -67,23 +69,54 @@ def _named(applied: Mapping[str, Any], key: str, field: str) -> set[str]:
     return {str(entry[field]) for entry in entries if isinstance(entry, Mapping) and field in entry}
 
 
-def _driver(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+def _driver(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
     driver = plan.driver
-    if driver is None or driver.action == "keep":
+    if driver is None:
         return
+    record = applied.get("driver")
+    known = record if isinstance(record, Mapping) else {}
+    kind: Kind = "drifted" if known.get("branch") == driver.branch else "pending"
+    users = tuple(item.name for item in plan.instances if item.gpus)
+
+    def finding(what: str, expected: str, actual: str, restarted: tuple[str, ...] = ()) -> Finding:
+        return Finding(
+            f"driver.{what}", kind, "driver", "nvidia_driver", expected, actual, "error", _PROVISION, restarts=restarted
+        )
+
     found = facts.nvidia.module_version or facts.nvidia.on_disk_module_version
-    flavour = facts.nvidia.module_flavour or facts.nvidia.on_disk_module_flavour
-    yield Finding(
-        f"driver.{'wrong' if found else 'missing'}",
-        "pending",
-        "driver",
-        "nvidia_driver",
-        f"driver {driver.version or driver.branch}, proprietary modules" + (f", from {driver.source}" if driver.source else ""),
-        f"{found}, {flavour or 'unknown'} modules" if found else "none",
-        "error",
-        _PROVISION,
-        restarts=tuple(item.name for item in plan.instances if item.gpus),
-    )
+    if driver.action != "keep":
+        flavour = facts.nvidia.module_flavour or facts.nvidia.on_disk_module_flavour
+        yield finding(
+            "wrong" if found else "missing",
+            f"driver {driver.version or driver.branch}, proprietary modules"
+            + (f", from {driver.source}" if driver.source else ""),
+            f"{found}, {flavour or 'unknown'} modules" if found else "none",
+            users,
+        )
+    elif facts.gpus and not facts.nvidia.module_version:
+        yield Finding(
+            "driver.not-loaded",
+            "pending",
+            "driver",
+            "nvidia_driver",
+            f"driver {found} loaded",
+            f"driver {found} is installed and not loaded: reboot the host",
+            "error",
+            "reboot the host, then `v100ctl provision`",
+        )
+    catalog = load_catalog()
+    for name in driver.packages:
+        problem = package_problem(driver, name, facts, catalog)
+        if problem is not None:
+            what = f"package-{'version' if problem else 'missing'}:{name}"
+            yield finding(what, driver.exact or f"branch {driver.branch}", problem or "not installed", users)
+    for name in driver.unwanted:
+        yield finding(f"package-unwanted:{name}", "not installed", facts.packages.installed[name], users)
+    loose = unheld_packages(driver, facts)
+    if loose:
+        yield finding("unheld", f"held: {', '.join(loose)}", "not held")
+    for path in driver.absent_files:
+        yield finding(f"file-unwanted:{path}", "absent", "names NVIDIA's repository with another key")
 
 
 def _cuda(plan: HostPlan) -> Iterator[Finding]:

@@ -177,6 +177,7 @@ class Nvidia(_Facts):
     * ``modules_loaded``: those of ``nvidia``, ``nvidia_uvm``, ``nvidia_drm``, ``nvidia_modeset``, ``nouveau``, ``vfio_pci``.
     * ``library_version``: of ``libnvidia-ml.so.1``.
     * ``cuda_version``: the newest CUDA that the driver serves, as ``nvidia-smi`` shows it (``12.2``).
+    * ``uninstaller``: of a driver that did not come as packages (``nvidia-uninstall``), empty where there is none.
     * ``fabric_manager``: the service that NVSwitch hosts need; ``nvswitch_count``: NVSwitches on the PCI bus.
     """
 
@@ -187,6 +188,7 @@ class Nvidia(_Facts):
     on_disk_module_version: str = ""
     on_disk_module_flavour: Literal["", "proprietary", "open"] = ""
     cuda_version: str = ""
+    uninstaller: str = ""
     fabric_manager: Literal["", "installed", "active"] = ""
     nvswitch_count: int = 0
     smi: NvidiaSmi = NvidiaSmi()
@@ -217,6 +219,23 @@ class Packages(_Facts):
     installed: dict[str, str] = Field(default_factory=dict)
     held: tuple[str, ...] = ()
     half_configured: tuple[str, ...] = ()
+
+
+class AptSource(_Facts):
+    """One place that apt takes packages from: one address and one suite of an entry, with the file that names it.
+
+    ``origin`` is what the archive calls itself (``Debian``), empty where its lists were never fetched. An address with a password
+    in it is left out of the document as a whole.
+    """
+
+    path: str
+    uri: str
+    suite: str
+    components: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
+    signed_by: str = ""
+    trusted: bool = False
+    origin: str = ""
 
 
 class PackageLock(_Facts):
@@ -367,6 +386,7 @@ class Facts(_Facts):
     cuda_toolkits: tuple[CudaToolkit, ...] = ()
     cmake_version: str = ""
     packages: Packages = Packages()
+    apt_sources: tuple[AptSource, ...] = ()
     package_locks: tuple[PackageLock, ...] = ()
     accounts: dict[str, Account] = Field(default_factory=dict)
     files: dict[str, ManagedFile] = Field(default_factory=dict)

@@ -256,8 +256,14 @@ class HostConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, hide_input_in_errors=True)
 
-    # The roles that carry out these two have their defaults there as soon as they exist.
-    nvidia_driver_branch: str = Field(default="auto", pattern=r"^(auto|[0-9]{3}(\.[0-9]{1,3}){0,2})$")
+    nvidia_driver_branch: str = Field(pattern=r"^(auto|[0-9]{3}(\.[0-9]{1,3}){0,2})$")
+    nvidia_driver_version: str = Field(pattern=r"^([0-9]{3}(\.[0-9]{1,3}){1,2})?$")
+    nvidia_driver_source: Literal["auto", "distribution", "nvidia_repository", "local_files"]
+    nvidia_driver_repository_url: str = Field(pattern=r"^(https?://[^\s\"'@]+)?$")
+    nvidia_driver_local_files: str
+    nvidia_driver_signing_key: str = Field(pattern=r"^((/|pkcs11:)[^\s\"'$`\\]+)?$")
+    nvidia_driver_signing_certificate: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
+    # The role that carries out this one has its default there as soon as it exists.
     cuda_toolkit_version: str = Field(default="11.8", pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")
     vllm_version: str = Field(default="0.8.5.post1", pattern=r"^[0-9]+\.[0-9]+\.[0-9]+(\.post[0-9]+)?$")
     llama_cpp_build: int = Field(ge=1)

@@ -487,7 +487,7 @@ def test_debian_13_has_no_580_at_all() -> None:
     assert [one.usable for one in row.sources("debian", "13")] == [False, False]
     older = CATALOG.driver("535")
     assert older is not None
-    assert [one.packages[0] for one in older.sources("debian", "13")] == ["nvidia-tesla-535-driver"]
+    assert [one.packages[0] for one in older.sources("debian", "13")] == ["nvidia-tesla-535-kernel-dkms"]
 
 
 def test_no_branch_is_installed_unheld() -> None:

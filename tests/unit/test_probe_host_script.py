@@ -1822,3 +1822,74 @@ def test_modes_are_four_digits(tmp_path: Path, names: script.Names) -> None:
     (tmp_path / "x").touch()
     (tmp_path / "x").chmod(stat.S_ISUID | 0o755)
     assert report(tmp_path / "x", names)[str(tmp_path / "x")]["mode"] == "4755"
+
+
+# --- apt's sources --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "deb http://a.example/debian bookworm main contrib # all of it",
+            ("http://a.example/debian", "bookworm", ["main", "contrib"]),
+        ),
+        ("  deb [arch=amd64,i386 signed-by=/k.gpg trusted=yes] http://a.example/x / ", ("http://a.example/x", "/", [])),
+        ("deb-src http://a.example/debian bookworm main", None),
+        ("# deb http://a.example/debian bookworm main", None),
+        ("deb", None),
+        ("", None),
+    ],
+)
+def test_a_line_of_apts_sources(line: str, expected: tuple[str, str, list[str]] | None) -> None:
+    found = script.parse_source_line(line)
+    assert [(entry["uri"], entry["suite"], entry["components"]) for entry in found] == ([expected] if expected else [])
+    if found and "signed-by" in line:
+        assert (found[0]["architectures"], found[0]["signed_by"], found[0]["trusted"]) == (["amd64", "i386"], "/k.gpg", True)
+
+
+def test_paragraphs_of_apts_sources() -> None:
+    content = (
+        "# ours\nTypes: deb deb-src\nURIs: http://a.example/debian http://b.example/debian\nSuites: bookworm bookworm-updates\n"
+        "Components: main\nSigned-By:\n -----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc\n\n"
+        "Types: deb\nEnabled: no\nURIs: http://off.example\nSuites: /\n\n"
+        "Types: deb-src\nURIs: http://source.example\nSuites: /\n \n"
+        "Types: deb\nURIs: http://c.example\nSuites: /\nTrusted: yes\nArchitectures: amd64\n"
+    )
+    found = script.parse_source_paragraphs(content)
+    assert [(entry["uri"], entry["suite"]) for entry in found] == [
+        ("http://a.example/debian", "bookworm"),
+        ("http://a.example/debian", "bookworm-updates"),
+        ("http://b.example/debian", "bookworm"),
+        ("http://b.example/debian", "bookworm-updates"),
+        ("http://c.example", "/"),
+    ]
+    assert found[0]["signed_by"] == "-----BEGIN PGP PUBLIC KEY BLOCK-----\n .\n abc"
+    assert (found[-1]["trusted"], found[-1]["architectures"]) == (True, ["amd64"])
+
+
+@given(st.text())
+def test_any_text_of_apts_sources_is_read(content: str) -> None:
+    script.parse_source_paragraphs(content)
+    for line in content.splitlines():
+        script.parse_source_line(line)
+
+
+def test_apts_sources_are_told_with_origins_and_without_passwords(tmp_path: Path) -> None:
+    etc, lists = tmp_path / "etc", tmp_path / "lists"
+    (etc / "sources.list.d").mkdir(parents=True)
+    lists.mkdir()
+    (etc / "sources.list").write_text("deb http://a.example/debian bookworm main\ndeb https://u:secret@p.example/ x main\n")
+    (etc / "sources.list.d/n.sources").write_text("Types: deb\nURIs: https://n.example/repos/x86_64/\nSuites: /\n")
+    (etc / "sources.list.d/ignored.bak").write_text("deb http://c.example/ x main\n")
+    (lists / "a.example_debian_dists_bookworm_InRelease").write_text(
+        "-----BEGIN PGP SIGNED MESSAGE-----\n\nOrigin: Debian\nLabel: x\n"
+    )
+    (lists / "n.example_repos_x86%5f64_Release").write_text("Origin: NVIDIA\n")
+    found = script.collect_apt_sources(str(etc), str(lists))
+    assert [(entry["path"], entry["uri"], entry["origin"]) for entry in found] == [
+        (f"{etc}/sources.list", "http://a.example/debian", "Debian"),
+        (f"{etc}/sources.list.d/n.sources", "https://n.example/repos/x86_64/", "NVIDIA"),
+    ]
+    assert Facts.model_validate({"apt_sources": found}).apt_sources[0].origin == "Debian"
+    assert script.collect_apt_sources(str(tmp_path / "none"), str(lists)) == []

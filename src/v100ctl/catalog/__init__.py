@@ -26,6 +26,7 @@ from v100ctl.catalog.hardware import (
     GpuRow,
     KernelBuilds,
     NeighbourGpu,
+    NvidiaRepository,
     PackageSource,
     device_of,
     plain_name,
@@ -140,6 +141,11 @@ class Catalog(Row):
     def drivers(self) -> tuple[DriverBranch, ...]:
         """Branches of the driver, the oldest first."""
         return _rows(DriverBranch, "drivers.yml", "drivers")
+
+    @functools.cached_property
+    def nvidia_repository(self) -> NvidiaRepository:
+        """NVIDIA's own package repositories."""
+        return NvidiaRepository.model_validate(_document("drivers.yml")["nvidia_repository"])
 
     @functools.cached_property
     def cuda(self) -> tuple[CudaRow, ...]:

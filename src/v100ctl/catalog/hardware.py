@@ -104,6 +104,7 @@ class PackageSource(Row):
         version: The version seen there, ``None`` where no source gives one.
         host_compiler: The compiler package that a toolkit needs beside it, ``None`` where the default one will do.
         driver_min: The oldest driver branch that a toolkit's packages allow beside them, ``None`` where they ask for none.
+        own_versions: Packages of ``packages`` whose version is not the driver's own.
         glibc_patched: Do this source's headers compile with a glibc beyond the toolkit's own bound, since they are patched or lie
             in a system folder, where a compiler lets the contradiction pass?
         installs: The branch that a ``transitional`` package really brings.
@@ -118,6 +119,7 @@ class PackageSource(Row):
     version: str | None = None
     host_compiler: str | None = None
     driver_min: str | None = None
+    own_versions: tuple[str, ...] = ()
     glibc_patched: bool = False
     installs: str | None = None
     reason: str | None = None
@@ -132,6 +134,25 @@ class PackageSource(Row):
     def of_nvidia(self) -> bool:
         """Does it need NVIDIA's repository?"""
         return self.kind in ("nvidia_repository", "dnf_module")
+
+
+class NvidiaRepository(Row):
+    """NVIDIA's own package repositories, of which there is one for each release of a distribution.
+
+    Attributes:
+        url: Where all of them lie; each is ``URL/NAME/x86_64``.
+        apt_key: The file of the key that signs those for apt, inside each repository.
+        apt_key_fingerprint: What that key has to be.
+        dnf_key: The same file for those of Enterprise Linux.
+        rotated_fingerprints: Keys that once signed, and that nothing shall trust any more.
+    """
+
+    url: str
+    apt_key: str
+    apt_key_fingerprint: str
+    dnf_key: str
+    rotated_fingerprints: tuple[str, ...]
+    source: str
 
 
 #: ``debian/12`` -> its sources, the best first.

@@ -10,6 +10,7 @@ from v100ctl.catalog.hardware import DriverBranch, PackageSource
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig
 from v100ctl.plan.cards import HostCard
+from v100ctl.plan.driver_actions import chosen_source, distribution_kernels, kernel_headers, signs_modules, with_actions
 from v100ctl.plan.types import DriverDecision, Rule
 
 #: What a bare host gets. 580 is the upgrade that outlives it.
@@ -42,6 +43,18 @@ def decide_driver(
     installed = catalog.driver(found) if found else None
     pin = config.nvidia_driver_branch
     rules: list[Rule] = []
+    if config.nvidia_driver_version:
+        if pin != "auto" and not config.nvidia_driver_version.startswith(f"{pin.partition('.')[0]}."):
+            rules.append(
+                Rule(
+                    "driver-version-other-branch",
+                    "refuse",
+                    f"`nvidia_driver_version: {config.nvidia_driver_version}` is no version of `nvidia_driver_branch: {pin}`",
+                    "one of the two alone",
+                )
+            )
+            return None, tuple(rules)
+        pin = config.nvidia_driver_version
     target = _target(pin, installed, flavour, volta=volta, catalog=catalog)
     if target is None:
         known = ", ".join(row.branch for row in catalog.drivers if row.drives_volta and int(row.branch) >= OLDEST_KEPT_BRANCH)
@@ -59,20 +72,25 @@ def decide_driver(
     usable_flavour = not (volta and flavour == "open")
     keep = same and usable_flavour
     sources = _sources(target, distribution)
-    source = next((item for item in sources if item.usable), None)
+    source = chosen_source(config, sources)
+    local = config.nvidia_driver_source == "local_files"
+    words = f"package files of {config.nvidia_driver_local_files}" if local else source_in_words(source) if source else ""
     decision = DriverDecision(
         branch=target.branch,
         version=found if keep else exact,
         action="keep" if keep else "replace" if found else "install",
-        source=source_in_words(source) if source and not keep else "",
-        packages=(*source.pins, *source.packages) if source and not keep else (),
+        source=words if not keep else "",
     )
     rules += _state_rules(facts, found, installed, flavour, decision, volta=volta)
     rules += _mixed_rules(cards, volta=volta)
     rules += _target_rules(pin, target, decision, cards, distribution, catalog, as_of, volta=volta)
     if not keep and (target.drives_volta or not volta):
-        rules += _source_rules(target, distribution, catalog, facts, as_of)
-        rules += _kernel_rules(target, decision, source, facts, distribution, catalog)
+        rules += _source_rules(config, target, distribution, catalog, as_of)
+        rules += _kernel_rules(config, target, decision, source, facts, distribution, catalog)
+    if distribution is not None:
+        decision = with_actions(
+            decision, config, facts, target, source, sources, distribution, catalog, source_words=words, volta=volta
+        )
     return decision, tuple(rules)
 
 
@@ -211,12 +229,22 @@ def _target_rules(
 
 
 def _source_rules(
-    target: DriverBranch, distribution: Distribution | None, catalog: Catalog, facts: Facts, as_of: date
+    config: HostConfig, target: DriverBranch, distribution: Distribution | None, catalog: Catalog, as_of: date
 ) -> Iterator[Rule]:
     if distribution is None:
         return
+    if config.nvidia_driver_source == "local_files" and not config.nvidia_driver_local_files:
+        yield Rule(
+            "driver-local-files-missing",
+            "refuse",
+            "`nvidia_driver_source: local_files` without `nvidia_driver_local_files`",
+            "`nvidia_driver_local_files: FOLDER`, a folder of package files on the controller",
+        )
     sources = _sources(target, distribution)
-    source = next((item for item in sources if item.usable), None)
+    source = chosen_source(config, sources)
+    if source is None and any(item.usable for item in sources):
+        yield _elsewhere_rule(config, target, sources, distribution, catalog)
+        return
     if source is None:
         others = [
             row
@@ -245,7 +273,33 @@ def _source_rules(
             )
 
 
+def _elsewhere_rule(
+    config: HostConfig, target: DriverBranch, sources: Sequence[PackageSource], distribution: Distribution, catalog: Catalog
+) -> Rule:
+    """The branch is to be had, but not from where the inventory wants it."""
+    wanted = config.nvidia_driver_source
+    theirs = wanted == "nvidia_repository"
+    where = "NVIDIA's repository" if theirs else "its own archive"
+    reason = next((item.reason for item in sources if item.reason and not item.usable and item.of_nvidia == theirs), None)
+    here = [
+        row.branch
+        for row in catalog.drivers
+        if row.drives_volta
+        and int(row.branch) >= OLDEST_KEPT_BRANCH
+        and chosen_source(config, _sources(row, distribution)) is not None
+    ]
+    other = f', or `nvidia_driver_branch: "{here[-1]}"`' if here else ""
+    return Rule(
+        "driver-not-in-source",
+        "refuse",
+        f"`nvidia_driver_source: {wanted}`: {distribution.name} has no packages of driver branch {target.branch} in {where}"
+        + (f": {reason}" if reason else ""),
+        f"`nvidia_driver_source: {'distribution' if theirs else 'nvidia_repository'}`{other}",
+    )
+
+
 def _kernel_rules(
+    config: HostConfig,
     target: DriverBranch,
     decision: DriverDecision,
     source: PackageSource | None,
@@ -254,13 +308,21 @@ def _kernel_rules(
     catalog: Catalog,
 ) -> Iterator[Rule]:
     """Can modules be built and loaded for the kernel that runs?"""
-    if facts.secure_boot:
+    if facts.secure_boot and signs_modules(config, distribution):
+        yield Rule(
+            "driver-modules-signed",
+            "info",
+            f"Secure Boot is on: modules are signed with {config.nvidia_driver_signing_key}; its certificate has to be enrolled",
+            None,
+        )
+    elif facts.secure_boot:
         yield Rule(
             "driver-secure-boot",
             "refuse",
             "Secure Boot is on: modules that DKMS builds here are not signed with a key that the firmware knows, "
             "so the kernel refuses them",
-            "enrol a machine owner key (`mokutil --import`) and sign with it, or switch Secure Boot off in the firmware",
+            "enrol a machine owner key (`mokutil --import`) and name it in `nvidia_driver_signing_key` and "
+            "`nvidia_driver_signing_certificate`, or switch Secure Boot off in the firmware",
         )
     # Where nobody says which version comes, the newest of the branch is taken: that is what a repository installs.
     version = decision.version or (source.version if source else None) or f"{target.branch}.999"
@@ -290,13 +352,24 @@ def _kernel_rules(
                 "and nothing is known beyond",
                 f"a kernel up to {newest}, or try: a build that fails leaves the host as it was",
             )
+    own = distribution_kernels(distribution, facts) if distribution else ()
+    if facts.kernel and facts.kernel not in own and facts.kernel not in facts.kernel_headers and distribution is not None:
+        yield Rule(
+            "driver-kernel-foreign",
+            "warn",
+            f"the host runs kernel {facts.kernel}, which is none of {distribution.name}'s: no package has its headers, so no "
+            "modules are built for it",
+            "a kernel of the distribution, or headers at `/lib/modules/KERNEL/build`; a container has the modules of its host",
+        )
+    installs = kernel_headers(distribution, facts) if distribution else ()
     if facts.kernel_headers and facts.kernel and facts.kernel not in facts.kernel_headers:
         yield Rule(
             "kernel-headers-other",
             "warn",
             f"the kernel that runs is {facts.kernel}, and the headers on the host are for {', '.join(facts.kernel_headers)}: "
             "DKMS would build for a kernel that does not run",
-            f"the headers of {facts.kernel}, or a reboot into {facts.kernel_headers[-1]}",
+            f"the headers of {facts.kernel}{', which the plan installs' if installs else ''}, "
+            f"or a reboot into {facts.kernel_headers[-1]}",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 from v100ctl.plan.types import HostPlan, ManagedFile
 
@@ -13,7 +14,7 @@ HOST_JSON = "/etc/v100ctl/host.json"
 
 def with_host_json(decided: HostPlan) -> HostPlan:
     """Add ``host.json``: what was applied, without secrets and without anything measured."""
-    document = {
+    document: dict[str, Any] = {
         "schema": "v100ctl/host/1",
         "comment": "Managed by v100ctl. Changes are overwritten.",
         "packages": list(decided.packages),
@@ -43,5 +44,7 @@ def with_host_json(decided: HostPlan) -> HostPlan:
             for item in decided.instances
         },
     }
+    if decided.driver is not None:
+        document["driver"] = {"branch": decided.driver.branch, "packages": list(decided.driver.packages)}
     content = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return dataclasses.replace(decided, host_json=ManagedFile(HOST_JSON, content, role="llm_server"))

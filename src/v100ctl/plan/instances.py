@@ -156,6 +156,9 @@ class Planner:
         chosen = {card.key for cards in self._chosen.values() for card in cards}
         self.host_verdicts += bus_rules(self._cards, chosen)
         self.driver, verdicts = decide_driver(self.config, self.facts, self._cards, self._distribution, self.catalog, self.as_of)
+        if self.driver is not None:
+            serving = tuple(name for name in sorted(on_cards) if self.facts.process_of(unit_name(name)) is not None)
+            self.driver = dataclasses.replace(self.driver, serving=serving)
         self.host_verdicts += verdicts
         self.host_verdicts += fabric_rules(self._cards, self.facts, self.driver.branch if self.driver else None)
         llama = any(spec.engine == "llama_cpp" for spec in on_cards.values())

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from v100ctl.examine import Examined
 
 PLAN_SCHEMA = "v100ctl/plan/1"
+#: What of the driver is told; files and changes stand for the rest.
+_DRIVER_KEYS = ("branch", "version", "action", "source", "packages")
 
 
 def budget_document(budget: GpuBudget) -> dict[str, int]:
@@ -60,7 +62,7 @@ def host_document(state: Examined) -> dict[str, Any]:
             }
             for instance in plan.instances
         },
-        "driver": None if plan.driver is None else plain_data(plan.driver),
+        "driver": None if plan.driver is None else {name: plain_data(plan.driver)[name] for name in _DRIVER_KEYS},
         "cuda": None if plan.cuda is None else plain_data(plan.cuda),
         "unavailable": list(plan.unavailable),
         "changes": [

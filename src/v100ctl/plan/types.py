@@ -123,11 +123,54 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class DriverDecision:
-    """The NVIDIA driver that a host shall have.
+class PackageCall:
+    """One call of the package manager: what it is for, and its words.
 
-    ``version`` is the exact one where it is known (kept or pinned), else empty. ``source`` says in words where its packages come
-    from.
+    ``changes`` is false for a call that only fetches lists, ``disturbs`` true for one that changes the driver under its users.
+    With ``local_packages`` package files on the host follow the words.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    changes: bool = True
+    disturbs: bool = False
+    local_packages: bool = False
+
+
+@dataclass(frozen=True)
+class RepositoryKey:
+    """The key that signs a repository: where it lies on the host, where it is fetched, and what its fingerprint has to be."""
+
+    path: str
+    url: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class DriverDecision:
+    """The NVIDIA driver that a host shall have, and what has to be done for it.
+
+    Attributes:
+        version: The exact one where it is known (kept or pinned), else empty.
+        source: Where its packages come from, in words.
+        packages: What has to be installed, pins among them; empty where a driver that was found is kept.
+        manager: ``apt`` or ``dnf``.
+        exact: The version that is pinned, empty where any of the branch will do.
+        own_versions: Packages of ``packages`` whose version is not the driver's.
+        unwanted: Installed packages that go in the same call in which the others come.
+        calls: The calls of the package manager that are still needed, in their order.
+        files: Files to write before any of them.
+        absent_files: Files to remove before any of them.
+        key: The key of the repository, fetched and checked.
+        untrusted_keys: Fingerprints that nothing on the host shall trust any more.
+        hold, hold_version: Installed packages whose name matches one of the patterns and whose version matches the regular
+            expression are held.
+        kernels: Kernel releases for which the modules have to be there: the one that runs, and the one that boots next.
+        initramfs: What rebuilds the initramfs of each kernel that can be booted.
+        uninstaller: What removes a driver that did not come as packages.
+        local_packages: The folder on the host for package files from the controller; empty where a repository brings them.
+        signed, certificate: Whether modules are signed for Secure Boot, and the certificate that the firmware has to know.
+        serving: Instances that run on cards now: a reboot or another driver under them stops their answers.
     """
 
     branch: str
@@ -135,6 +178,24 @@ class DriverDecision:
     action: Literal["keep", "install", "replace"]
     source: str
     packages: tuple[str, ...] = ()
+    manager: str = ""
+    exact: str = ""
+    own_versions: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    calls: tuple[PackageCall, ...] = ()
+    files: tuple[ManagedFile, ...] = ()
+    absent_files: tuple[str, ...] = ()
+    key: RepositoryKey | None = None
+    untrusted_keys: tuple[str, ...] = ()
+    hold: tuple[str, ...] = ()
+    hold_version: str = ""
+    kernels: tuple[str, ...] = ()
+    initramfs: tuple[tuple[str, ...], ...] = ()
+    uninstaller: tuple[str, ...] = ()
+    local_packages: str = ""
+    signed: bool = False
+    certificate: str = ""
+    serving: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ MAX_PROC_LINKS = 200000
 MAX_GPU_PROCESSES = 256
 MAX_PCI_DEVICES = 4096
 MAX_KERNELS = 64
+MAX_APT_SOURCES = 200
 MAX_TOOLKITS = 32
 
 CONFIG_DIR = "/etc/v100ctl"
@@ -666,6 +667,90 @@ def collect_packages(dpkg_status: str = "/var/lib/dpkg/status") -> "Document":
         form = r"%{NAME}\t%|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}\n"
         return parse_rpm_list(run_command(["rpm", "-qa", "--qf", form], 10.0))
     return {"manager": "", "installed": {}, "held": [], "half_configured": []}
+
+
+def parse_source_line(line: str) -> "list[Document]":
+    """One line of a ``.list`` file: ``deb [signed-by=FILE arch=amd64] URI SUITE COMPONENT...``."""
+    found = re.match(r"[ \t]*deb[ \t]+(?:\[([^\]]*)\][ \t]*)?(\S+)[ \t]+(\S+)([^#]*)", line)
+    if not found:
+        return []
+    options = {name.lower(): value for name, _, value in (word.partition("=") for word in (found.group(1) or "").split())}
+    return [
+        {
+            "uri": found.group(2),
+            "suite": found.group(3),
+            "components": found.group(4).split(),
+            "architectures": [word for word in options.get("arch", "").split(",") if word],
+            "signed_by": options.get("signed-by", ""),
+            "trusted": options.get("trusted", "").lower() in ("yes", "true", "1"),
+        }
+    ]
+
+
+def parse_source_paragraphs(content: str) -> "list[Document]":
+    """A ``.sources`` file: paragraphs of fields, each with one or more addresses and suites."""
+    found = []
+    for paragraph in re.split(r"\n[ \t]*\n", content):
+        fields = {}  # type: dict[str, str]
+        name = ""
+        for line in paragraph.splitlines():
+            if line.startswith("#"):
+                continue
+            if line[:1] in (" ", "\t") and name:
+                fields[name] += "\n" + line
+            elif ":" in line:
+                name, _, value = line.partition(":")
+                name = name.strip().lower()
+                fields[name] = value.strip()
+        if fields.get("enabled", "yes").lower() in ("no", "false", "0") or "deb" not in fields.get("types", "").split():
+            continue
+        for uri in fields.get("uris", "").split():
+            for suite in fields.get("suites", "").split():
+                found.append(
+                    {
+                        "uri": uri,
+                        "suite": suite,
+                        "components": fields.get("components", "").split(),
+                        "architectures": fields.get("architectures", "").split(),
+                        "signed_by": fields.get("signed-by", "").strip(),
+                        "trusted": fields.get("trusted", "").lower() in ("yes", "true", "1"),
+                    }
+                )
+    return found
+
+
+def archive_origin(uri: str, suite: str, lists: str = "/var/lib/apt/lists") -> str:
+    """What an archive calls itself, by the lists that apt has fetched of it; empty where there are none."""
+    place = uri.partition("://")[2].rstrip("/") + ("/" + suite if suite.endswith("/") else "/dists/" + suite)
+    # Apt writes the slashes as underscores, and the underscores by their number.
+    name = re.sub(r"/+", "_", place.rstrip("/").replace("_", "%5f"))
+    for ending in ("_InRelease", "_Release"):
+        try:
+            head = read_file(os.path.join(lists, name + ending), 1 << 20)
+        except (OSError, ProbeFailure):
+            continue
+        found = re.search(rb"^Origin: (.+)$", head, re.M)
+        if found:
+            return text(found.group(1)).strip()
+    return ""
+
+
+def collect_apt_sources(etc: str = "/etc/apt", lists: str = "/var/lib/apt/lists") -> "list[Document]":
+    """Where apt takes packages from. An address that holds a password is not told."""
+    folder = os.path.join(etc, "sources.list.d")
+    paths = [os.path.join(etc, "sources.list")]
+    paths += [os.path.join(folder, name) for name in sorted(_listdir(folder)) if name.endswith((".list", ".sources"))]
+    found = []  # type: list[Document]
+    for path in paths:
+        content = read_text(path, "")
+        if path.endswith(".sources"):
+            entries = parse_source_paragraphs(content)
+        else:
+            entries = [entry for line in content.splitlines() for entry in parse_source_line(line)]
+        for entry in entries:
+            if "@" not in entry["uri"]:
+                found.append(dict(entry, path=text(path), origin=archive_origin(entry["uri"], entry["suite"], lists)))
+    return found[:MAX_APT_SOURCES]
 
 
 def command_name(pid: int, proc: str = "/proc") -> str:
@@ -1776,6 +1861,7 @@ def collect_nvidia(facts: "Document", devices: str = "/sys/bus/pci/devices") -> 
         ("module_file", lambda: collect_module_file(os.uname().release)),
         ("library", lambda: {"library_version": library_version()}),
         ("fabric_manager", lambda: {"fabric_manager": collect_fabric_manager()}),
+        ("uninstaller", lambda: {"uninstaller": find_program("nvidia-uninstall") or ""}),
         ("nvswitch_count", lambda: {"nvswitch_count": sum(kind == "0680" for _, _, kind in nvidia_devices(devices))}),
     ):  # type: tuple[str, Callable[[], Document]]
         try:
@@ -1946,6 +2032,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("kernels_installed", collect_kernels_installed),
         Task("secure_boot", collect_secure_boot),
         Task("packages", collect_packages, limit_s=12.0),
+        Task("apt_sources", collect_apt_sources),
         # In the worker this is the document as it stands by then, with `packages` in it.
         Task("compilers", collect_compilers, facts),
         Task("cuda_toolkits", collect_cuda_toolkits, facts),
