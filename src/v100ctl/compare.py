@@ -13,6 +13,7 @@ from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
+from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import HostPlan, ManagedFile
 
 Kind = Literal["drifted", "pending", "external"]
@@ -49,6 +50,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
     return (
         *_driver(plan, facts, applied),
         *_cuda(plan),
+        *_tuning(plan, facts, applied),
         *_packages(plan, facts, applied),
         *_accounts(plan, facts, applied),
         *_releases(plan, facts, applied),
@@ -120,9 +122,22 @@ def _driver(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterato
 
 
 def _cuda(plan: HostPlan) -> Iterator[Finding]:
+    """What compiling lacks. The plan has a toolkit only for a host that compiles: one that has its engine needs none."""
     cuda = plan.cuda
-    # A host that has its engine already compiles nothing.
-    if cuda is not None and cuda.action == "install":
+    if cuda is None:
+        return
+    if cuda.action == "keep" and cuda.packages:
+        yield Finding(
+            f"cuda.compiler-missing:{cuda.host_compiler}",
+            "pending",
+            "package",
+            "cuda_toolkit",
+            f"{cuda.host_compiler} for CUDA {cuda.version}",
+            "none",
+            "error",
+            _PROVISION,
+        )
+    if cuda.action == "install":
         yield Finding(
             f"cuda.missing:{cuda.version}",
             "pending",
@@ -135,6 +150,52 @@ def _cuda(plan: HostPlan) -> Iterator[Finding]:
             "error",
             _PROVISION,
         )
+
+
+def _tuning(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    """What cards, processors and the units that set them differ in. What no driver tells yet is no difference."""
+    decision = plan.tuning
+    if decision is None:
+        return
+    known = applied.get("files", {})
+    kind: Kind = "drifted" if isinstance(known, Mapping) and SETTINGS in known else "pending"
+
+    def finding(what: str, expected: str, actual: str, layer: Layer = "hardware") -> Finding:
+        return Finding(f"gpu.{what}", kind, layer, "gpu_tuning", expected, actual, "warn", _PROVISION)
+
+    cards = {gpu.pci_address: gpu for gpu in facts.gpus if gpu.uuid}
+    for card in decision.cards:
+        gpu = cards.get(card.pci_address)
+        if gpu is None:
+            continue
+        if decision.persistence and gpu.persistence_mode == "disabled":
+            yield finding(f"persistence:{gpu.uuid}", "persistence mode on", "off")
+        limit = gpu.power_limit_w
+        if card.power_limit_w is not None and limit is not None and limit != card.power_limit_w:
+            yield finding(f"power-limit:{gpu.uuid}", f"{card.power_limit_w} W", f"{limit:g} W")
+        clocks = (gpu.application_memory_clock_mhz, gpu.application_graphics_clock_mhz)
+        if card.application_clocks_mhz is not None and None not in clocks and clocks != card.application_clocks_mhz:
+            memory, graphics = card.application_clocks_mhz
+            yield finding(f"application-clocks:{gpu.uuid}", f"{memory},{graphics} MHz", f"{clocks[0]},{clocks[1]} MHz")
+        if card.ecc and gpu.ecc_mode and gpu.ecc_mode != card.ecc:
+            yield finding(f"ecc:{gpu.uuid}", f"ECC {card.ecc}", gpu.ecc_mode)
+        if card.compute_mode and gpu.compute_mode and gpu.compute_mode != card.compute_mode:
+            yield finding(f"compute-mode:{gpu.uuid}", card.compute_mode, gpu.compute_mode)
+    if decision.cpu_governor and facts.cpu.governors and facts.cpu.governors != (decision.cpu_governor,):
+        yield finding("cpu-governor", decision.cpu_governor, ", ".join(facts.cpu.governors))
+    daemon = facts.units.get(PERSISTENCED_UNIT)
+    if decision.persistence and daemon is not None:
+        if "masked" in (daemon.load_state, daemon.unit_file_state):
+            yield finding(f"unit-masked:{PERSISTENCED_UNIT}", "enabled", "masked", "unit")
+        elif daemon.unit_file_state != "enabled":
+            yield finding(f"unit-disabled:{PERSISTENCED_UNIT}", "enabled", daemon.unit_file_state or "unknown", "unit")
+        elif daemon.active_state != "active" and cards:
+            yield finding(f"unit-inactive:{PERSISTENCED_UNIT}", "active", daemon.active_state, "unit")
+    unit = facts.units.get(UNIT)
+    if unit is None or unit.unit_file_state != "enabled":
+        yield finding(f"unit-disabled:{UNIT}", "enabled", unit.unit_file_state or "unknown" if unit else "absent", "unit")
+    elif unit.active_state == "failed":
+        yield finding(f"unit-failed:{UNIT}", "no failure", f"result {unit.result or 'unknown'}", "unit")
 
 
 def _packages(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:

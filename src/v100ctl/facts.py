@@ -66,6 +66,8 @@ class Cpu(_Facts):
     usable_count: int = 0
     level: str = ""
     numa_nodes: tuple[NumaNode, ...] = ()
+    #: Frequency governors in use, each once; empty where the kernel scales nothing (in most virtual machines).
+    governors: tuple[str, ...] = ()
 
 
 class Memory(_Facts):
@@ -156,6 +158,10 @@ class Gpu(_Facts):
     compute_capability: str = ""
     persistence_mode: Literal["", "enabled", "disabled"] = ""
     ecc_mode: Literal["", "enabled", "disabled"] = ""
+    power_limit_w: float | None = None
+    application_memory_clock_mhz: int | None = None
+    application_graphics_clock_mhz: int | None = None
+    compute_mode: str = ""
     processes: tuple[GpuProcess, ...] = ()
 
 

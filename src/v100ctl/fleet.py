@@ -263,8 +263,14 @@ class HostConfig(BaseModel):
     nvidia_driver_local_files: str
     nvidia_driver_signing_key: str = Field(pattern=r"^((/|pkcs11:)[^\s\"'$`\\]+)?$")
     nvidia_driver_signing_certificate: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
-    # The role that carries out this one has its default there as soon as it exists.
-    cuda_toolkit_version: str = Field(default="11.8", pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")
+    cuda_toolkit_version: str = Field(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")
+    gpu_tuning_persistence: bool
+    gpu_tuning_power_limit_w: int = Field(ge=0)
+    gpu_tuning_application_clocks_mhz: str = Field(pattern=r"^([0-9]{2,5},[0-9]{2,5})?$")
+    gpu_tuning_cpu_governor: str = Field(pattern=r"^[a-z_]*$")
+    gpu_tuning_ecc: Literal["", "enabled", "disabled"]
+    gpu_tuning_compute_mode: Literal["", "default", "exclusive_process", "prohibited"]
+    gpu_tuning_docker_ulimits: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], Annotated[int, Field(ge=-1)]]
     vllm_version: str = Field(default="0.8.5.post1", pattern=r"^[0-9]+\.[0-9]+\.[0-9]+(\.post[0-9]+)?$")
     llama_cpp_build: int = Field(ge=1)
     llama_cpp_backend: Literal["cuda", "cpu"]
@@ -276,7 +282,7 @@ class HostConfig(BaseModel):
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "vllm_")
+VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "vllm_")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

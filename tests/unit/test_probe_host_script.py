@@ -843,9 +843,16 @@ MainPID=[not set]
 Id=ssh.service
 LoadState=loaded
 
+Id=docker.service
+LoadState=loaded
+
+Id=nvidia-persistenced.service
+LoadState=not-found
+
 """
     units = script.parse_units(output)
-    assert set(units) == {"v100-chat.service", "v100-gone.service"}
+    # That a unit of others is not there is no news.
+    assert set(units) == {"v100-chat.service", "v100-gone.service", "docker.service"}
     assert units["v100-chat.service"] == {
         "load_state": "loaded",
         "active_state": "active",
@@ -859,6 +866,16 @@ LoadState=loaded
         "restarts_count": 3,
     }
     assert units["v100-gone.service"]["main_pid"] == 0
+
+
+def test_governors(tmp_path: Path) -> None:
+    for name, governor in (("cpu0", "performance"), ("cpu1", "powersave"), ("cpu10", "performance")):
+        (tmp_path / name / "cpufreq").mkdir(parents=True)
+        (tmp_path / name / "cpufreq/scaling_governor").write_text(f"{governor}\n")
+    (tmp_path / "cpu2").mkdir()
+    (tmp_path / "cpufreq").mkdir()
+    assert script.collect_governors(str(tmp_path)) == ["performance", "powersave"]
+    assert script.collect_governors(str(tmp_path / "none")) == []
 
 
 @given(st.text())
@@ -1251,21 +1268,25 @@ def test_driver_version(content: str, version: str, flavour: str) -> None:
 
 def test_smi() -> None:
     output = (
-        "0, GPU-aa, 00000000:18:00.0, 16384, 4, 240, Enabled, Disabled, 7.0, Tesla V100-SXM2-16GB\n"
-        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], [N/A], N/A, nonsense, Odd, Name\n"
+        "0, GPU-aa, 00000000:18:00.0, 16384, 4, 240, Enabled, Disabled, 7.0, 300.00, 877, 1290, Exclusive_Process, Tesla V100\n"
+        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], [N/A], N/A, nonsense, [N/A], [N/A], N/A, [N/A], Odd, Name\n"
         "Unable to determine the device handle for GPU 0000:AF:00.0: Unknown Error\n"
     )
     assert script.parse_smi(output) == {
         "0000:18:00.0": {
             "index": 0,
             "uuid": "GPU-aa",
-            "name": "Tesla V100-SXM2-16GB",
+            "name": "Tesla V100",
             "memory_total_bytes": 16384 << 20,
             "memory_used_bytes": 4 << 20,
             "memory_reserved_bytes": 240 << 20,
             "compute_capability": "7.0",
             "persistence_mode": "enabled",
             "ecc_mode": "disabled",
+            "power_limit_w": 300.0,
+            "application_memory_clock_mhz": 877,
+            "application_graphics_clock_mhz": 1290,
+            "compute_mode": "exclusive_process",
         },
         "0000:3b:00.0": {
             "index": 1,
@@ -1277,6 +1298,10 @@ def test_smi() -> None:
             "compute_capability": "",
             "persistence_mode": "",
             "ecc_mode": "",
+            "power_limit_w": None,
+            "application_memory_clock_mhz": None,
+            "application_graphics_clock_mhz": None,
+            "compute_mode": "",
         },
     }
 
@@ -1409,7 +1434,7 @@ def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> Non
 
 def test_a_lost_card_does_not_hide_the_others(smi: Smi) -> None:
     smi.install(
-        'row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, 4, Enabled, Enabled, 7.0, V100"; echo GPU is lost; exit 15; }'
+        'row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, 4, Enabled, Enabled, 7.0, 300, 877, 999, Default, V100"; exit 15; }'
     )
     answer, cuda_version, cards, _ = smi.collect()
     assert (answer["status"], cuda_version, list(cards)) == ("error", "12.2", ["0000:3b:00.0"])

@@ -60,6 +60,7 @@ class GpuRow(Row):
         power_limit_w: Default power limit, ``None`` where no source says.
         power_min_w: Lowest power limit that may be set; ``None`` where no source says.
         bandwidth_bytes_per_s: Peak of the memory, reads and writes together; ``None`` where no source says.
+        sm_clock_max_mhz, memory_clock_mhz: The highest clock of its processors, and its memory's; ``None`` where no source says.
         nvswitch: Sits behind NVSwitches, so that CUDA starts only with the fabric manager running.
     """
 
@@ -74,6 +75,8 @@ class GpuRow(Row):
     power_limit_w: int | None
     power_min_w: int | None
     bandwidth_bytes_per_s: int | None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
     pcie_generation: int
     pcie_width: int
     nvswitch: bool

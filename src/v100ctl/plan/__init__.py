@@ -24,7 +24,7 @@ from v100ctl.fleet import (
     plain,
 )
 from v100ctl.models.types import Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, llama_cpp
+from v100ctl.plan import driver_actions, llama_cpp, tuning
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
 from v100ctl.plan.models import MODELS_DIR, model_path, model_specs, planned_models
@@ -62,7 +62,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     present = present_instances(config)
     row = load_catalog().llama_cpp_build(config.llama_cpp_build)
     return ProbeRequest(
-        files=(*(directory.path for directory in _directories()), *driver_actions.FILES),
+        files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES),
         models=tuple(sorted({model_path(model) for spec in present.values() for model in model_specs(spec)})),
         health={name: local_url(spec, row.health_path) for name, spec in present.items()} if row else {},
         deep=deep,
@@ -127,11 +127,17 @@ def plan(
             directories=_directories(),
             releases=planner.releases,
             models=models,
-            files=(*(planner.driver.files if planner.driver else ()), *(planner.files[name] for name in sorted(planner.files))),
+            files=(
+                *(planner.driver.files if planner.driver else ()),
+                *(planner.cuda.files if planner.cuda else ()),
+                *planner.tuning_files,
+                *(planner.files[name] for name in sorted(planner.files)),
+            ),
             units=tuple(units),
             instances=tuple(planner.instances[name] for name in sorted(planner.instances)),
             driver=planner.driver,
             cuda=planner.cuda,
+            tuning=planner.tuning,
             unavailable=planner.unavailable,
         )
     )

@@ -9,10 +9,13 @@ from v100ctl.catalog.hardware import CudaRow, PackageSource
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig
 from v100ctl.plan.driver import OLDEST_KEPT_BRANCH, source_in_words
+from v100ctl.plan.driver_actions import with_repository
 from v100ctl.plan.types import CudaDecision, DriverDecision, Rule
 
 #: The newest CUDA that makes machine code for compute capability 7.0.
 LAST_FOR_VOLTA = "12.9"
+#: Where Debian's `nvidia-cuda-toolkit` has its programs; `/usr/bin/nvcc` is a script that calls the one in there.
+DISTRIBUTION_FOLDER = "/usr/lib/nvidia-cuda-toolkit"
 #: Those that this toolkit is made for: every driver that it keeps loads their PTX too.
 _KNOWN_TO_535 = ("11.8", "12.1")
 
@@ -52,14 +55,38 @@ def decide_cuda(
         rules += _beside_driver_rules(row, source, driver, distribution, catalog)
     patched = installed is None and source is not None and source.glibc_patched
     rules += _glibc_rules(row, facts, patched=patched)
+    program = compiler_program(compiler)
     decision = CudaDecision(
         version=row.version,
         action="keep" if installed else "install",
         source=installed.path if installed else source_in_words(source) if source else "",
         host_compiler=compiler,
-        packages=(*source.pins, *source.packages) if source and not installed else (),
+        packages=(
+            *((*source.pins, *source.packages) if source and not installed else ()),
+            *((compiler,) if compiler and program not in facts.compilers else ()),
+        ),
+        manager=distribution.package_manager if distribution else "",
+        repository=(source.repository or "") if source and not installed else "",
+        nvcc=f"{installed.path}/bin/nvcc" if installed else _nvcc(row, source),
+        host_compiler_path=f"/usr/bin/{program}" if program else "",
+        architectures=tuple(sorted(_architecture_codes(config))),
+        driver_branch=driver.branch if driver else "",
     )
+    if source is not None and installed is None and distribution is not None:
+        decision = with_repository(decision, config, facts, source, driver, distribution, catalog)
     return decision, tuple(rules)
+
+
+def compiler_program(package: str) -> str:
+    """The C++ compiler that a package brings: itself, but for Enterprise Linux, where `gcc-c++` brings `g++`."""
+    return "g++" if package == "gcc-c++" else package
+
+
+def _nvcc(row: CudaRow, source: PackageSource | None) -> str:
+    """Where the compiler lies after the installation, in a folder of its own and not where a link of several versions leads."""
+    if source is None:
+        return ""
+    return f"/usr/local/cuda-{row.version}/bin/nvcc" if source.of_nvidia else f"{DISTRIBUTION_FOLDER}/bin/nvcc"
 
 
 def _architecture_codes(config: HostConfig) -> set[int]:

@@ -12,7 +12,7 @@ from v100ctl.catalog.hardware import DriverBranch, PackageSource
 from v100ctl.facts import AptSource, Facts
 from v100ctl.fleet import HostConfig
 from v100ctl.plan.render import MANAGED_HEADER
-from v100ctl.plan.types import DriverDecision, ManagedFile, PackageCall, RepositoryKey
+from v100ctl.plan.types import CudaDecision, DriverDecision, ManagedFile, PackageCall, RepositoryKey
 
 ROLE = "nvidia_driver"
 PREFERENCES = "/etc/apt/preferences.d/v100ctl-nvidia-driver"
@@ -353,6 +353,28 @@ def _nvidia_repository(
     text = f"# {MANAGED_HEADER}\nTypes: deb\nURIs: {url}/\nSuites: /\nSigned-By: {NVIDIA_KEY}\n"
     key = RepositoryKey(NVIDIA_KEY, f"{url}/{row.apt_key}", row.apt_key_fingerprint)
     return [ManagedFile(NVIDIA_SOURCES, text, role=ROLE)], key, tuple(sorted(stale - shared))
+
+
+def with_repository(
+    decision: CudaDecision,
+    config: HostConfig,
+    facts: Facts,
+    source: PackageSource,
+    driver: DriverDecision | None,
+    distribution: Distribution,
+    catalog: Catalog,
+) -> CudaDecision:
+    """A toolkit's decision with what names the repository that it comes from, as far as the driver's decision does not."""
+    files: list[ManagedFile] = []
+    if source.of_nvidia:
+        files, key, stale = _nvidia_repository(config, source, facts, distribution, catalog)
+        rotated = catalog.nvidia_repository.rotated_fingerprints
+        decision = dataclasses.replace(decision, key=key, absent_files=stale, untrusted_keys=rotated)
+    elif distribution.package_manager == "apt":
+        files = list(_archive(source, facts, distribution))
+    written = {file.path for file in driver.files} if driver is not None else set()
+    own = (dataclasses.replace(file, role="cuda_toolkit") for file in files if file.path not in written)
+    return dataclasses.replace(decision, files=tuple(own))
 
 
 # --- dnf ------------------------------------------------------------------------------------------------------------------

@@ -49,7 +49,18 @@ from v100ctl.plan.rules.vllm import (
     vllm_sharing_rules,
     vllm_unspelled_rule,
 )
-from v100ctl.plan.types import CudaDecision, DriverDecision, GpuBudget, Instance, ManagedFile, Model, Release, Rule
+from v100ctl.plan.tuning import decide_tuning
+from v100ctl.plan.types import (
+    CudaDecision,
+    DriverDecision,
+    GpuBudget,
+    Instance,
+    ManagedFile,
+    Model,
+    Release,
+    Rule,
+    TuningDecision,
+)
 from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_name
 
 #: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
@@ -92,6 +103,8 @@ class Planner:
         self.releases: tuple[Release, ...] = ()
         self.driver: DriverDecision | None = None
         self.cuda: CudaDecision | None = None
+        self.tuning: TuningDecision | None = None
+        self.tuning_files: tuple[ManagedFile, ...] = ()
         self.unavailable: tuple[str, ...] = ()
         self._cards: tuple[HostCard, ...] = ()
         self._chosen: dict[str, tuple[HostCard, ...]] = {}
@@ -102,6 +115,12 @@ class Planner:
         """Whether an engine may be compiled on this host. A cached copy is not a fact of the host, so it is not counted on."""
         return self.config.llama_cpp_build_on in ("first", self.host)
 
+    @property
+    def _compiles_here(self) -> bool:
+        """Whether an engine would be compiled here that the host does not have yet."""
+        found = [self.facts.release(release.path) for release in self.releases]
+        return self.builds_here and not (found and all(release is not None and not release.problem for release in found))
+
     def _on_cards(self, spec: InstanceSpec) -> bool:
         return spec.engine != "llama_cpp" or self.config.llama_cpp_backend == "cuda"
 
@@ -110,10 +129,10 @@ class Planner:
         llama = [name for name, spec in self._specs.items() if spec.engine == "llama_cpp"]
         if llama or not self._specs:
             self.host_verdicts += engine_rules(self.config, self.facts, self.llama_cpp_row, self.catalog)
-        if any(self._on_cards(spec) for spec in self._specs.values()):
-            self._decide_cards()
         if llama and self.llama_cpp_row and self._distribution:
             self.releases = (llama_cpp.build_release(self.config, self.llama_cpp_row, self._distribution, self.facts),)
+        if any(self._on_cards(spec) for spec in self._specs.values()):
+            self._decide_cards()
         for name, spec in self._specs.items():
             if name not in self._unresolved:
                 self._decide_instance(name, spec)
@@ -164,12 +183,14 @@ class Planner:
         llama = any(spec.engine == "llama_cpp" for spec in on_cards.values())
         if llama:
             self.cuda, verdicts = decide_cuda(
-                self.config, self.facts, self.driver, self._distribution, self.catalog, compiles_here=self.builds_here
+                self.config, self.facts, self.driver, self._distribution, self.catalog, compiles_here=self._compiles_here
             )
             self.host_verdicts += verdicts
+        self.tuning, self.tuning_files, verdicts = decide_tuning(self.config, self.facts, self._cards)
+        self.host_verdicts += verdicts
         self.unavailable = (
-            f"{self.host} computes on NVIDIA cards, and this version has no roles yet that install the driver, CUDA "
-            "and engines for them: `plan` and `render` work, `provision` needs `llama_cpp_backend: cpu`",
+            f"{self.host} computes on NVIDIA cards, and this version does not build or install engines for them yet: "
+            "`plan` and `render` work, `provision` needs `llama_cpp_backend: cpu`",
         )
 
     # Instances

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PLAN_SCHEMA = "v100ctl/plan/1"
 #: What of the driver is told; files and changes stand for the rest.
 _DRIVER_KEYS = ("branch", "version", "action", "source", "packages")
+#: The same for the toolkit.
+_CUDA_KEYS = ("version", "action", "source", "host_compiler", "packages")
 
 
 def budget_document(budget: GpuBudget) -> dict[str, int]:
@@ -63,7 +65,7 @@ def host_document(state: Examined) -> dict[str, Any]:
             for instance in plan.instances
         },
         "driver": None if plan.driver is None else {name: plain_data(plan.driver)[name] for name in _DRIVER_KEYS},
-        "cuda": None if plan.cuda is None else plain_data(plan.cuda),
+        "cuda": None if plan.cuda is None else {name: plain_data(plan.cuda)[name] for name in _CUDA_KEYS},
         "unavailable": list(plan.unavailable),
         "changes": [
             {

@@ -200,13 +200,57 @@ class DriverDecision:
 
 @dataclass(frozen=True)
 class CudaDecision:
-    """The CUDA toolkit that compiles on a host, the compiler beside it, and what machine code it shall make."""
+    """The CUDA toolkit that compiles on a host, the compiler beside it, and what machine code it shall make.
+
+    Attributes:
+        action: ``keep`` where the toolkit was found; its compiler may still have to come.
+        source: Where its packages come from, in words; the folder of a toolkit that is kept.
+        host_compiler: The package of the C++ compiler that works with it.
+        packages: What has to be installed; empty where everything is there.
+        manager: ``apt`` or ``dnf``; empty on a distribution that is not known.
+        repository: NVIDIA's name of the repository that brings it, or the components of the distribution's archive.
+        nvcc, host_compiler_path: The two programs after the installation. Always called by these paths: what
+            ``/usr/local/cuda`` and ``PATH`` lead to is left alone.
+        architectures: What it shall make machine code for, as numbers (70 is ``sm_70``).
+        driver_branch: The branch that the host shall have; a package of another driver must not come with the toolkit.
+        files, absent_files, key, untrusted_keys: As of the driver: what names the repository, where the driver's own do not yet.
+    """
 
     version: str
     action: Literal["keep", "install"]
     source: str
     host_compiler: str
     packages: tuple[str, ...] = ()
+    manager: str = ""
+    repository: str = ""
+    nvcc: str = ""
+    host_compiler_path: str = ""
+    architectures: tuple[int, ...] = ()
+    driver_branch: str = ""
+    files: tuple[ManagedFile, ...] = ()
+    absent_files: tuple[str, ...] = ()
+    key: RepositoryKey | None = None
+    untrusted_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CardTuning:
+    """What is set on one card; ``None`` and empty leave it as it is. ``application_clocks_mhz``: memory, graphics."""
+
+    pci_address: str
+    power_limit_w: int | None = None
+    application_clocks_mhz: tuple[int, int] | None = None
+    ecc: str = ""
+    compute_mode: str = ""
+
+
+@dataclass(frozen=True)
+class TuningDecision:
+    """What is set on a host's cards and processors."""
+
+    persistence: bool
+    cpu_governor: str = ""
+    cards: tuple[CardTuning, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,6 +309,7 @@ class HostPlan:
     host_json: ManagedFile | None = field(default=None)
     driver: DriverDecision | None = None
     cuda: CudaDecision | None = None
+    tuning: TuningDecision | None = None
     unavailable: tuple[str, ...] = ()
 
     @property

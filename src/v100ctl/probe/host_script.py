@@ -68,6 +68,7 @@ MAX_PROC_LINKS = 200000
 MAX_GPU_PROCESSES = 256
 MAX_PCI_DEVICES = 4096
 MAX_KERNELS = 64
+MAX_CPUS = 4096
 MAX_APT_SOURCES = 200
 MAX_TOOLKITS = 32
 
@@ -87,6 +88,8 @@ PACKAGE_LOCKS = (
 )
 # A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
 UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service")
+#: Units of others that this toolkit has something to do with.
+OTHER_UNITS = ("docker.service", "nvidia-persistenced.service", "v100ctl-gpu-tuning.service")
 UNIT_PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,NeedDaemonReload,MainPID,Result,NRestarts"
 )
@@ -115,6 +118,10 @@ SMI_FIELDS = (
     "persistence_mode",
     "ecc.mode.current",
     "compute_cap",
+    "power.limit",
+    "clocks.applications.memory",
+    "clocks.applications.graphics",
+    "compute_mode",
     "name",
 )
 SMI_PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
@@ -453,6 +460,13 @@ def collect_numa_nodes(root: str = "/sys/devices/system/node") -> "list[Document
     return sorted(nodes, key=lambda node: int(str(node["id"])))
 
 
+def collect_governors(root: str = "/sys/devices/system/cpu") -> "list[str]":
+    """The frequency governors that are in use, each once; empty where the kernel scales nothing."""
+    names = [name for name in _listdir(root) if re.fullmatch(r"cpu[0-9]{1,6}", name)][:MAX_CPUS]
+    found = {read_text(os.path.join(root, name, "cpufreq/scaling_governor"), "") for name in names}
+    return sorted(found - {""})
+
+
 def collect_cpu() -> "Document":
     """Processors. What is usable is what PID 1 may run on, since services inherit from it, within the control group's quota."""
     cpu = parse_cpuinfo(read_text("/proc/cpuinfo", limit_bytes=16 << 20))
@@ -465,6 +479,7 @@ def collect_cpu() -> "Document":
         usable = min(usable, max(1, int(quota)))
     cpu["usable_count"] = usable
     cpu["numa_nodes"] = collect_numa_nodes()
+    cpu["governors"] = collect_governors()
     return cpu
 
 
@@ -1130,7 +1145,13 @@ def unit_facts(shown: "dict[str, str]") -> "Document":
 
 def parse_units(output: str) -> "dict[str, Document]":
     """All units of one ``systemctl show``, by name."""
-    return {shown["Id"]: unit_facts(shown) for shown in parse_show(output) if UNIT_NAME.fullmatch(shown.get("Id", ""))}
+    units = {}
+    for shown in parse_show(output):
+        name = shown.get("Id", "")
+        # One of ours that is not there is told; that others' are not there is no news.
+        if UNIT_NAME.fullmatch(name) or (name in OTHER_UNITS and shown.get("LoadState") != "not-found"):
+            units[name] = unit_facts(shown)
+    return units
 
 
 def collect_systemd() -> "Document | None":
@@ -1144,10 +1165,10 @@ def collect_systemd() -> "Document | None":
 
 
 def collect_units() -> "dict[str, Document]":
-    """This toolkit's units, found as files or loaded, in one call. The pattern matches loaded units whose file is gone."""
+    """This toolkit's units, found as files or loaded, and a few others, at once. The pattern finds those whose file is gone."""
     if not os.path.isdir("/run/systemd/system"):
         return {}
-    argv = ["systemctl", "show", "--property=" + UNIT_PROPERTIES, "--", "v100-*.service"]
+    argv = ["systemctl", "show", "--property=" + UNIT_PROPERTIES, "--", "v100-*.service", *OTHER_UNITS]
     return parse_units(run_command(argv + unit_names(), 4.0))
 
 
@@ -1666,6 +1687,18 @@ def _mebibytes(field: str) -> "int | None":
     return int(field) << 20 if re.fullmatch(r"[0-9]{1,9}", field) else None
 
 
+def _whole(field: str) -> "int | None":
+    return int(field) if re.fullmatch(r"[0-9]{1,9}", field) else None
+
+
+def _figure(field: str) -> "float | None":
+    return float(field) if re.fullmatch(r"[0-9]{1,9}(?:\.[0-9]{1,6})?", field) else None
+
+
+def _word(field: str) -> str:
+    return field.lower() if re.fullmatch(r"[A-Z][A-Za-z_]{1,40}", field) else ""
+
+
 def _switch(field: str) -> str:
     return field.lower() if field in ("Enabled", "Disabled") else ""
 
@@ -1689,6 +1722,10 @@ def parse_smi(output: str, fields: "tuple[str, ...]" = SMI_FIELDS) -> "dict[str,
             "compute_capability": capability if re.fullmatch(r"[0-9]{1,2}\.[0-9]", capability) else "",
             "persistence_mode": _switch(row.get("persistence_mode", "")),
             "ecc_mode": _switch(row.get("ecc.mode.current", "")),
+            "power_limit_w": _figure(row.get("power.limit", "")),
+            "application_memory_clock_mhz": _whole(row.get("clocks.applications.memory", "")),
+            "application_graphics_clock_mhz": _whole(row.get("clocks.applications.graphics", "")),
+            "compute_mode": _word(row.get("compute_mode", "")),
         }
     return cards
 
