@@ -64,8 +64,8 @@ def host_document(state: Examined) -> dict[str, Any]:
             }
             for instance in plan.instances
         },
-        "driver": None if plan.driver is None else {name: plain_data(plan.driver)[name] for name in _DRIVER_KEYS},
-        "cuda": None if plan.cuda is None else {name: plain_data(plan.cuda)[name] for name in _CUDA_KEYS},
+        "driver": None if plan.driver is None else {name: plain_data(getattr(plan.driver, name)) for name in _DRIVER_KEYS},
+        "cuda": None if plan.cuda is None else {name: plain_data(getattr(plan.cuda, name)) for name in _CUDA_KEYS},
         "unavailable": list(plan.unavailable),
         "changes": [
             {
