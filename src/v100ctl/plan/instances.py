@@ -65,6 +65,8 @@ from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_nam
 
 #: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
 _BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+#: Engines that are planned and that no role installs.
+_ENGINES_WITHOUT_ROLE = ("vllm", "external")
 
 
 class Planner:
@@ -188,9 +190,11 @@ class Planner:
             self.host_verdicts += verdicts
         self.tuning, self.tuning_files, verdicts = decide_tuning(self.config, self.facts, self._cards)
         self.host_verdicts += verdicts
-        self.unavailable = (
-            f"{self.host} computes on NVIDIA cards, and this version does not build or install engines for them yet: "
-            "`plan` and `render` work, `provision` needs `llama_cpp_backend: cpu`",
+        self.unavailable = tuple(
+            f"{self.host}/{name} needs the engine `{spec.engine}`, and this version does not install it yet: "
+            "`plan` and `render` work, `provision` needs `engine: llama_cpp`"
+            for name, spec in on_cards.items()
+            if spec.engine in _ENGINES_WITHOUT_ROLE
         )
 
     # Instances
