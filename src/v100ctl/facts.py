@@ -133,6 +133,13 @@ class Gpu(_Facts):
     From ``nvidia-smi``, where it answers: ``index`` and all that follows. ``memory_reserved_bytes`` is what the driver keeps of
     the total for itself; older drivers show a lesser total instead and do not know the question, nor that for
     ``compute_capability`` (``7.0``).
+
+    * ``temperature_c``, ``memory_temperature_c``: of the processor and of the memory.
+    * ``throttle_reasons``: why its clocks are lower than asked (``hw_thermal_slowdown``, ``sw_power_cap`` ...), ``None`` where it
+      does not say.
+    * ``ecc_*_volatile``: memory errors since the driver was loaded; ``ecc_uncorrected_aggregate``: in the card's life.
+    * ``retired_pages_*``: pages of memory that are no longer used, by what was found in them; ``retired_pages_pending``: one more
+      goes with the next reset. Cards after Volta remap rows instead and say nothing here.
     """
 
     pci_address: str
@@ -162,6 +169,19 @@ class Gpu(_Facts):
     application_memory_clock_mhz: int | None = None
     application_graphics_clock_mhz: int | None = None
     compute_mode: str = ""
+    temperature_c: int | None = None
+    memory_temperature_c: int | None = None
+    power_draw_w: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] | None = None
+    ecc_pending_mode: Literal["", "enabled", "disabled"] = ""
+    ecc_corrected_volatile: int | None = None
+    ecc_uncorrected_volatile: int | None = None
+    ecc_uncorrected_aggregate: int | None = None
+    retired_pages_single_bit: int | None = None
+    retired_pages_double_bit: int | None = None
+    retired_pages_pending: bool | None = None
     processes: tuple[GpuProcess, ...] = ()
 
 
@@ -198,6 +218,41 @@ class Nvidia(_Facts):
     fabric_manager: Literal["", "installed", "active"] = ""
     nvswitch_count: int = 0
     smi: NvidiaSmi = NvidiaSmi()
+
+
+class Xid(_Facts):
+    """One of NVIDIA's numbered errors of one card in the last day: how often, when, and the words of the latest.
+
+    Times are seconds since 1970. ``this_boot``: the latest one came since the host was started.
+    """
+
+    pci_address: str
+    code: int
+    count: int = 1
+    first_s: float = 0.0
+    last_s: float = 0.0
+    this_boot: bool = True
+    message: str = ""
+
+
+class KernelLog(_Facts):
+    """What the kernel log says of cards. ``seen``: it could be read at all."""
+
+    seen: bool = False
+    xids: tuple[Xid, ...] = ()
+
+
+class DkmsModule(_Facts):
+    """One version of one of NVIDIA's modules in DKMS, with the kernels that it is built for and installed for.
+
+    ``failed``: the kernel that its last build was for, where that did not end well.
+    """
+
+    name: str
+    version: str
+    built: tuple[str, ...] = ()
+    installed: tuple[str, ...] = ()
+    failed: str = ""
 
 
 class Nouveau(_Facts):
@@ -386,6 +441,10 @@ class Facts(_Facts):
     secure_boot: bool | None = None
     gpus: tuple[Gpu, ...] = ()
     nvidia: Nvidia = Nvidia()
+    #: Whether CUDA programs can use ``nvidia_uvm``; ``poisoned`` after an error from which it recovers only by being loaded anew.
+    uvm: Literal["", "ok", "poisoned"] = ""
+    kernel_log: KernelLog = KernelLog()
+    dkms: tuple[DkmsModule, ...] = ()
     nouveau: Nouveau = Nouveau()
     #: Program name (``gcc``, ``g++-11``) -> full version (``11.3.0``).
     compilers: dict[str, str] = Field(default_factory=dict)

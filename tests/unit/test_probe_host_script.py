@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import http.server
@@ -13,6 +14,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from v100ctl.facts import Facts, Gpu, Nvidia, ProbeRequest
+from v100ctl.facts import DkmsModule, Facts, Gpu, KernelLog, Nvidia, ProbeRequest
 from v100ctl.probe import host_script as script
 
 SCRIPT = Path(script.__file__)
@@ -1267,9 +1269,12 @@ def test_driver_version(content: str, version: str, flavour: str) -> None:
 
 
 def test_smi() -> None:
+    reason = "0x00000000000000C4"
     output = (
-        "0, GPU-aa, 00000000:18:00.0, 16384, 4, 240, Enabled, Disabled, 7.0, 300.00, 877, 1290, Exclusive_Process, Tesla V100\n"
-        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], [N/A], N/A, nonsense, [N/A], [N/A], N/A, [N/A], Odd, Name\n"
+        "0, GPU-aa, 00000000:18:00.0, 16384, 4, 240, Enabled, Disabled, 7.0, 300.00, 877, 1290, Exclusive_Process, "
+        f"88, 86, 150.25, 690, 1380, {reason}, Enabled, 3, 1, 2, 4, 1, Yes, Tesla V100\n"
+        "1, GPU-bb, 00000000:3B:00.0, [N/A], [Unknown Error], [N/A], [N/A], N/A, nonsense, [N/A], [N/A], N/A, [N/A], "
+        "[N/A], N/A, [GPU requires reset], [N/A], [N/A], Not Active, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], Odd, Name\n"
         "Unable to determine the device handle for GPU 0000:AF:00.0: Unknown Error\n"
     )
     assert script.parse_smi(output) == {
@@ -1287,6 +1292,19 @@ def test_smi() -> None:
             "application_memory_clock_mhz": 877,
             "application_graphics_clock_mhz": 1290,
             "compute_mode": "exclusive_process",
+            "temperature_c": 88,
+            "memory_temperature_c": 86,
+            "power_draw_w": 150.25,
+            "sm_clock_mhz": 690,
+            "max_sm_clock_mhz": 1380,
+            "throttle_reasons": ["sw_power_cap", "hw_thermal_slowdown", "hw_power_brake_slowdown"],
+            "ecc_pending_mode": "enabled",
+            "ecc_corrected_volatile": 3,
+            "ecc_uncorrected_volatile": 1,
+            "ecc_uncorrected_aggregate": 2,
+            "retired_pages_single_bit": 4,
+            "retired_pages_double_bit": 1,
+            "retired_pages_pending": True,
         },
         "0000:3b:00.0": {
             "index": 1,
@@ -1302,6 +1320,19 @@ def test_smi() -> None:
             "application_memory_clock_mhz": None,
             "application_graphics_clock_mhz": None,
             "compute_mode": "",
+            "temperature_c": None,
+            "memory_temperature_c": None,
+            "power_draw_w": None,
+            "sm_clock_mhz": None,
+            "max_sm_clock_mhz": None,
+            "throttle_reasons": None,
+            "ecc_pending_mode": "",
+            "ecc_corrected_volatile": None,
+            "ecc_uncorrected_volatile": None,
+            "ecc_uncorrected_aggregate": None,
+            "retired_pages_single_bit": None,
+            "retired_pages_double_bit": None,
+            "retired_pages_pending": None,
         },
     }
 
@@ -1348,7 +1379,8 @@ def test_cuda_version(table: str, version: str) -> None:
 
 # Answers like the real one: `--query-gpu` refuses a field that it does not know with exit code 2.
 SMI = """#!/bin/sh
-echo "$1" >> {folder}/calls
+echo "$*" >> {folder}/calls
+alone() {{ :; }}
 row() {{
     old=$(cat {folder}/unknown 2>/dev/null)
     for field in $old; do
@@ -1358,7 +1390,8 @@ row() {{
     for field in $(echo "${{1#*=}}" | tr , " "); do
         case "$field" in
             index) value=0;; uuid) value=GPU-aa;; pci.bus_id) value=00000000:18:00.0;; name) value=V100;;
-            memory.total) value=16384;; memory.*) value=4;; compute_cap) value=7.0;; *) value=Enabled;;
+            memory.total) value=16384;; memory.*) value=4;; compute_cap) value=7.0;;
+            clocks_event_reasons.active) value=0x8;; clocks_throttle_reasons.active) value=0x80;; *) value=Enabled;;
         esac
         line="$line, $value"
     done
@@ -1370,6 +1403,11 @@ table() {{ echo "| NVIDIA-SMI 535.309.01   Driver Version: 535.309.01   CUDA Ver
 case "$1" in
     --query-gpu=*) row "$1";;
     --query-compute-apps=*) apps;;
+    -i) alone "$2"; case "$3" in
+        --query-gpu=*) row "$3";;
+        --query-compute-apps=*) apps;;
+        "") table;;
+        esac;;
     "") table;;
     *) exit 9;;
 esac
@@ -1424,6 +1462,176 @@ def test_what_an_older_driver_does_not_know_is_left_out(smi: Smi) -> None:
     assert len([call for call in smi.calls if call.startswith("--query-gpu")]) == 3
 
 
+def test_an_older_driver_is_asked_with_the_name_that_it_knows(smi: Smi) -> None:
+    smi.install()
+    assert smi.collect()[2]["0000:18:00.0"]["throttle_reasons"] == ["hw_slowdown"]
+    (smi.folder / "unknown").write_text("clocks_event_reasons.active\n")
+    assert smi.collect()[2]["0000:18:00.0"]["throttle_reasons"] == ["hw_power_brake_slowdown"]
+    (smi.folder / "unknown").write_text("clocks_event_reasons.active clocks_throttle_reasons.active\n")
+    answer, _, cards, errors = smi.collect()
+    assert (answer["status"], cards["0000:18:00.0"]["throttle_reasons"], errors) == ("ok", None, {})
+
+
+def test_cards_beside_one_that_fell_off_are_asked_one_by_one(smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bus = tmp_path / "bus"
+    for address, config in (("0000:18:00.0", b"\xde\x10"), ("0000:5e:00.0", b"\xff\xff")):
+        (bus / address).mkdir(parents=True)
+        for name, value in (("vendor", "0x10de"), ("class", "0x030200")):
+            (bus / address / name).write_text(value + "\n")
+        (bus / address / "config").write_bytes(config * 32)
+    monkeypatch.setattr(script, "PCI_DEVICES", str(bus))
+    smi.install(
+        'alone() { [ "$1" = 0000:18:00.0 ] || { echo lost; exit 15; }; }; '
+        '[ "$1" = -i ] || { echo "Unable to determine the device handle for GPU0000:5E:00.0: Unknown Error"; exit 255; }'
+    )
+    answer, cuda_version, cards, errors = smi.collect()
+    assert (answer["status"], cuda_version, list(cards), errors) == ("error", "12.2", ["0000:18:00.0"], {})
+    assert [process["pid"] for process in cards["0000:18:00.0"]["processes"]] == [1]
+    # The lost one is left alone: whoever asks it may wait.
+    assert not [call for call in smi.calls if call.startswith("-i 0000:5e:00.0")]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "error", "expected"),
+    [
+        (True, None, "ok"),
+        (True, errno.EIO, "poisoned"),
+        (True, errno.EPERM, ""),
+        (True, errno.ENOENT, ""),
+        (True, errno.ENXIO, ""),
+        (False, errno.EIO, ""),
+    ],
+)
+def test_poisoned_unified_memory(
+    loaded: bool, error: int | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/modules").write_text("nvidia_uvm 1527808 0 - Live 0x0\n" if loaded else "")
+    device = tmp_path / "nvidia-uvm"
+    device.write_bytes(b"")
+    real = os.open
+
+    def opened(path: str, flags: int, *arguments: int) -> int:
+        if path == str(device) and error is not None:
+            raise OSError(error, os.strerror(error), path)
+        return real(path, flags, *arguments)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert script.collect_uvm(str(tmp_path), str(device)) == expected
+
+
+def kernel_records(*messages: str) -> bytes:
+    """Messages as ``/dev/kmsg`` gives them, ten seconds apart up to now."""
+    now_us = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)
+    return b"".join(
+        f"3,{number},{now_us - 10_000_000 * (len(messages) - number)},-;{message}\n SUBSYSTEM=pci\n".encode()
+        for number, message in enumerate(messages)
+    )
+
+
+XIDS = (
+    "NVRM: Xid (PCI:0000:5e:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.",
+    # Older drivers leave the process out.
+    "NVRM: Xid (PCI:0000:06:00): 48, An uncorrectable double bit error (DBE) has been detected on GPU in the framebuffer",
+    "NVRM: Xid (PCI:0000:06:00): 31, pid=77, Ch 00000010, intr 10000000.",
+    "usb 1-1: new device",
+    "NVRM: Xid (PCI:0000:06:00): 31, pid=78, Ch 00000011, intr 10000000.",
+)
+
+
+def test_xids_of_the_kernel_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "kmsg"
+    log.write_bytes(kernel_records(*XIDS))
+    read = script.read_kernel_log(str(log))
+    assert read is not None
+    assert [message for _, message in read] == [XIDS[number] for number in (0, 1, 2, 4)]
+    monkeypatch.setattr(script, "read_kernel_log", lambda: read)
+    now_s = time.time()
+    earlier = "NVRM: Xid (PCI:0000:06:00): 63, pid=1, Dynamic Page Retirement"
+    journal = [
+        # The same record as the kernel's own; one of an earlier boot; one too old to be told.
+        ("b00t", read[0][0], now_s - 49, XIDS[0]),
+        ("earlier", 5_000_000, now_s - 7200, earlier),
+        ("oldest", 5_000_000, now_s - 25 * 3600, earlier.replace(": 63", ": 64")),
+    ]
+    monkeypatch.setattr(script, "read_journal", lambda: journal)
+    found = script.collect_kernel_log({"boot_id": "b0-0t"})
+    assert found["seen"] is True
+    assert [(xid["pci_address"], xid["code"], xid["count"], xid["this_boot"]) for xid in found["xids"]] == [
+        ("0000:06:00.0", 31, 2, True),
+        ("0000:06:00.0", 48, 1, True),
+        ("0000:5e:00.0", 79, 1, True),
+        ("0000:06:00.0", 63, 1, False),
+    ]
+    latest = found["xids"][0]
+    assert latest["message"] == "pid=78, Ch 00000011, intr 10000000."
+    assert latest["first_s"] == pytest.approx(now_s - 30, abs=5)
+    assert latest["last_s"] == pytest.approx(now_s - 10, abs=5)
+    KernelLog.model_validate(found)
+
+
+def test_a_kernel_log_that_is_not_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "none", tmp_path / "fifo", Path("/dev/null")):
+        assert script.read_kernel_log(str(path)) is None
+    monkeypatch.setattr(script, "read_kernel_log", lambda: None)
+    monkeypatch.setattr(script, "read_journal", list)
+    assert script.collect_kernel_log({}) == {"seen": False, "xids": []}
+
+
+@given(st.binary())
+def test_any_kernel_log_can_be_read(content: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        assert script.read_kernel_log(file.name) is not None
+
+
+def test_the_journal_knows_earlier_boots(smi: Smi) -> None:
+    program = smi.folder / "journalctl"
+    entries = [
+        {"_BOOT_ID": "aa", "__REALTIME_TIMESTAMP": "1700000000000000", "_SOURCE_MONOTONIC_TIMESTAMP": "77", "MESSAGE": XIDS[0]},
+        {"_BOOT_ID": "bb", "__REALTIME_TIMESTAMP": "1700000001000000", "__MONOTONIC_TIMESTAMP": "78", "MESSAGE": [78, 86]},
+        {"_BOOT_ID": "cc"},
+    ]
+    program.write_text("#!/bin/sh\ncat <<'EOF'\nnonsense\n" + "\n".join(map(json.dumps, entries)) + "\nEOF\n")
+    program.chmod(0o755)
+    assert script.read_journal() == [("aa", 77, 1.7e9, XIDS[0]), ("bb", 78, 1.7e9 + 1, "NV")]
+    program.write_text("#!/bin/sh\necho 'Compiled without pattern matching support' >&2; exit 1\n")
+    assert script.read_journal() == []
+    program.write_text("#!/bin/sh\nsleep 600\n")
+    assert script.read_journal(0.3) == []
+
+
+def test_dkms(tmp_path: Path) -> None:
+    module = tmp_path / "nvidia-current"
+    for version, kernels in (("535.309.01", ("6.1.0-57-amd64", "6.1.0-9-amd64")), ("525.147.05", ())):
+        (module / version).mkdir(parents=True)
+        (module / version / "source").symlink_to(f"/usr/src/nvidia-current-{version}")
+        for kernel in kernels:
+            (module / version / kernel / "x86_64/module").mkdir(parents=True)
+    (module / "kernel-6.1.0-57-amd64-x86_64").symlink_to("535.309.01/6.1.0-57-amd64/x86_64")
+    (module / "525.147.05/build").mkdir()
+    log = "DKMS make.log for nvidia-current-525.147.05 for kernel 6.1.0-57-amd64 (x86_64)\nerror\n"
+    (module / "525.147.05/build/make.log").write_text(log)
+    (tmp_path / "zfs/2.1.11").mkdir(parents=True)
+    (tmp_path / "zfs/2.1.11/source").symlink_to("/usr/src/zfs-2.1.11")
+    found = script.collect_dkms(str(tmp_path))
+    assert found == [
+        {"name": "nvidia-current", "version": "525.147.05", "built": [], "installed": [], "failed": "6.1.0-57-amd64"},
+        {
+            "name": "nvidia-current",
+            "version": "535.309.01",
+            "built": ["6.1.0-9-amd64", "6.1.0-57-amd64"],
+            "installed": ["6.1.0-57-amd64"],
+            "failed": "",
+        },
+    ]
+    for document in found:
+        DkmsModule.model_validate(document)
+    assert script.collect_dkms(str(tmp_path / "none")) == []
+
+
 def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> None:
     smi.install()
     (smi.folder / "unknown").write_text("uuid\n")
@@ -1434,7 +1642,8 @@ def test_a_driver_that_does_not_know_what_is_needed_is_an_error(smi: Smi) -> Non
 
 def test_a_lost_card_does_not_hide_the_others(smi: Smi) -> None:
     smi.install(
-        'row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, 4, Enabled, Enabled, 7.0, 300, 877, 999, Default, V100"; exit 15; }'
+        'row() { echo "1, GPU-bb, 00000000:3B:00.0, 16384, 4, 4, Enabled, Enabled, 7.0, 300, 877, 999, Default, '
+        '40, 38, 40.00, 135, 1380, 0x1, Enabled, 0, 0, 0, 0, 0, No, V100"; exit 15; }'
     )
     answer, cuda_version, cards, _ = smi.collect()
     assert (answer["status"], cuda_version, list(cards)) == ("error", "12.2", ["0000:3b:00.0"])

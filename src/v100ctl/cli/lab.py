@@ -200,6 +200,7 @@ def fault(name: str, host: str, card: int | None, undo: bool) -> int:
     bar1-zero        a card got no address space for its memory
     persistence-off  nvidia-persistenced is disabled
     uvm-poisoned     CUDA programs fail with `unknown error`
+    memory-error     a card met a double-bit error, and a page waits to be retired
     """
     from v100ctl.lab.gpu import fault as break_host
 

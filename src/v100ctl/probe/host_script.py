@@ -71,6 +71,10 @@ MAX_KERNELS = 64
 MAX_CPUS = 4096
 MAX_APT_SOURCES = 200
 MAX_TOOLKITS = 32
+MAX_LOG_RECORDS = 400000
+MAX_XIDS = 200
+MAX_DKMS_MODULES = 32
+XID_AGE_S = 24 * 3600.0
 
 CONFIG_DIR = "/etc/v100ctl"
 UNIT_DIR = "/etc/systemd/system"
@@ -122,10 +126,34 @@ SMI_FIELDS = (
     "clocks.applications.memory",
     "clocks.applications.graphics",
     "compute_mode",
+    "temperature.gpu",
+    "temperature.memory",
+    "power.draw",
+    "clocks.current.sm",
+    "clocks.max.sm",
+    "clocks_event_reasons.active",
+    "ecc.mode.pending",
+    "ecc.errors.corrected.volatile.total",
+    "ecc.errors.uncorrected.volatile.total",
+    "ecc.errors.uncorrected.aggregate.total",
+    "retired_pages.single_bit_ecc.count",
+    "retired_pages.double_bit.count",
+    "retired_pages.pending",
     "name",
 )
+#: What older drivers call a field.
+SMI_OLDER_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
+#: Bits of that field (``nvmlClocksEventReasons`` in ``nvml.h``). An idle card and application clocks are no reasons to be told.
+SMI_REASONS = (
+    (0x4, "sw_power_cap"),
+    (0x8, "hw_slowdown"),
+    (0x10, "sync_boost"),
+    (0x20, "sw_thermal_slowdown"),
+    (0x40, "hw_thermal_slowdown"),
+    (0x80, "hw_power_brake_slowdown"),
+)
 SMI_PROCESS_FIELDS = ("gpu_uuid", "pid", "used_memory", "process_name")
-SMI_UNKNOWN_FIELD = re.compile(r'Field "([a-z_.]{1,60})" is not a valid field to query')
+SMI_UNKNOWN_FIELD = re.compile(r'Field "([a-z_.0-9]{1,60})" is not a valid field to query')
 SMI_MISMATCH = "Driver/library version mismatch"
 WATCHED_MODULES = ("nvidia", "nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nouveau", "vfio_pci")
 # Debian names its builds `nvidia-current`, `nvidia-tesla-470`, `nvidia-current-open`; all others just `nvidia`.
@@ -133,7 +161,12 @@ MODULE_FILE = re.compile(r"nvidia(?:-current|-tesla(?:-[0-9]+)?|-legacy-[0-9]+xx
 DRIVER_VERSION = re.compile(r"[0-9]{3,}\.[0-9]+(?:\.[0-9]+)?")
 LIBRARY_DIRS = ("/usr/lib/{machine}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/nvidia/lib64")
 MODPROBE_DIRS = ("etc/modprobe.d", "run/modprobe.d", "usr/local/lib/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
+PCI_DEVICES = "/sys/bus/pci/devices"
+UVM_DEVICE = "/dev/nvidia-uvm"
 SECURE_BOOT_VARIABLE = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
+XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})(?:\.[0-7])?\): ([0-9]{1,4})(?:, *(.*))?")
+#: The kernel log (``/dev/kmsg``) is this device.
+KMSG_DEVICE = (1, 11)
 COMPILER = re.compile(r"(?:gcc|g\+\+)(?:-[0-9]{1,2})?")
 COMPILERS_LIMIT_S = 3.0
 X86_LEVELS = (
@@ -1618,7 +1651,7 @@ def nvidia_devices(root: str) -> "Iterator[tuple[str, str, str]]":
             yield address, folder, read_text(os.path.join(folder, "class"), "")[2:6]
 
 
-def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
+def collect_gpus(root: str = PCI_DEVICES) -> "list[Document]":
     """NVIDIA display and 3D controllers on the PCI bus, in PCI order, with what the kernel itself knows of each."""
     gpus = []
     for address, folder, kind in nvidia_devices(root):
@@ -1646,7 +1679,7 @@ def collect_gpus(root: str = "/sys/bus/pci/devices") -> "list[Document]":
     return gpus
 
 
-def ask_gpus(gpus: "list[Document]", root: str = "/sys/bus/pci/devices") -> "list[Document]":
+def ask_gpus(gpus: "list[Document]", root: str = PCI_DEVICES) -> "list[Document]":
     """The same cards with what they answer on the bus; apart, because a card that is being reset keeps one waiting."""
     asked = []
     for gpu in gpus:
@@ -1703,6 +1736,14 @@ def _switch(field: str) -> str:
     return field.lower() if field in ("Enabled", "Disabled") else ""
 
 
+def throttle_reasons(field: str) -> "list[str] | None":
+    """Why a card's clocks are lowered, of a bit mask in hexadecimal; ``None`` where it does not say."""
+    if not re.fullmatch(r"0x[0-9A-Fa-f]{1,16}", field):
+        return None
+    mask = int(field, 16)
+    return [name for bit, name in SMI_REASONS if mask & bit]
+
+
 def parse_smi(output: str, fields: "tuple[str, ...]" = SMI_FIELDS) -> "dict[str, Document]":
     """The rows of ``nvidia-smi --query-gpu``, by PCI address. Fields that were not asked for are not known."""
     cards = {}
@@ -1726,6 +1767,21 @@ def parse_smi(output: str, fields: "tuple[str, ...]" = SMI_FIELDS) -> "dict[str,
             "application_memory_clock_mhz": _whole(row.get("clocks.applications.memory", "")),
             "application_graphics_clock_mhz": _whole(row.get("clocks.applications.graphics", "")),
             "compute_mode": _word(row.get("compute_mode", "")),
+            "temperature_c": _whole(row.get("temperature.gpu", "")),
+            "memory_temperature_c": _whole(row.get("temperature.memory", "")),
+            "power_draw_w": _figure(row.get("power.draw", "")),
+            "sm_clock_mhz": _whole(row.get("clocks.current.sm", "")),
+            "max_sm_clock_mhz": _whole(row.get("clocks.max.sm", "")),
+            "throttle_reasons": throttle_reasons(
+                row.get("clocks_event_reasons.active") or row.get("clocks_throttle_reasons.active", "")
+            ),
+            "ecc_pending_mode": _switch(row.get("ecc.mode.pending", "")),
+            "ecc_corrected_volatile": _whole(row.get("ecc.errors.corrected.volatile.total", "")),
+            "ecc_uncorrected_volatile": _whole(row.get("ecc.errors.uncorrected.volatile.total", "")),
+            "ecc_uncorrected_aggregate": _whole(row.get("ecc.errors.uncorrected.aggregate.total", "")),
+            "retired_pages_single_bit": _whole(row.get("retired_pages.single_bit_ecc.count", "")),
+            "retired_pages_double_bit": _whole(row.get("retired_pages.double_bit.count", "")),
+            "retired_pages_pending": {"Yes": True, "No": False}.get(row.get("retired_pages.pending", "")),
         }
     return cards
 
@@ -1768,18 +1824,34 @@ def find_program(name: str) -> "str | None":
     return None
 
 
-def query_cards(program: str, deadline_s: float) -> "tuple[int | None, str, dict[str, Document]]":
-    """Exit code (``None``: no answer in time), output and cards. What an older driver does not know is not asked again."""
+def query_cards(program: str, deadline_s: float, only: "tuple[str, ...]" = ()) -> "tuple[int | None, str, dict[str, Document]]":
+    """Exit code (``None``: no answer in time), output and cards. What an older driver does not know is not asked again.
+
+    ``only``: arguments that name one card.
+    """
     fields = SMI_FIELDS  # type: tuple[str, ...]
     while True:
-        argv = [program, "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
+        argv = [program, *only, "--query-gpu=" + ",".join(fields), "--format=csv,noheader,nounits"]
         code, raw = Command(argv, deadline_s - time.monotonic()).finish()
         output = text(raw)
         unknown = set(SMI_UNKNOWN_FIELD.findall(output)) & set(fields) if code else set()
         # Without these the rest says nothing.
         if not unknown or unknown & {"index", "uuid", "pci.bus_id", "name", "memory.total", "memory.used"}:
             return code, output, parse_smi(output, fields) if code is not None else {}
-        fields = tuple(field for field in fields if field not in unknown)
+        older = {field: SMI_OLDER_NAMES.get(field, "") for field in unknown}
+        fields = tuple(name for name in (older.get(field, field) for field in fields) if name)
+
+
+def query_the_others(program: str, lost: "set[str]", deadline_s: float) -> "dict[str, Document]":
+    """The cards that still answer, one by one: a card that has fallen off the bus ends a query for all of them."""
+    cards = {}  # type: dict[str, Document]
+    for address, _, kind in nvidia_devices(PCI_DEVICES):
+        if not kind.startswith("03") or address in lost or deadline_s - time.monotonic() < 0.1:
+            continue
+        code, _, found = query_cards(program, deadline_s, ("-i", text(address)))
+        if code == 0:
+            cards.update(found)
+    return cards
 
 
 def collect_smi(loaded: bool, facts: "Document") -> "tuple[Document, str, dict[str, Document]]":
@@ -1802,27 +1874,33 @@ def collect_smi(loaded: bool, facts: "Document") -> "tuple[Document, str, dict[s
     smi["output"] = output[:2000]
     smi["status"] = "timeout" if code is None else "ok" if code == 0 else "error"
     smi["mismatch"] = SMI_MISMATCH in output
+    chosen = [()]  # type: list[tuple[str, ...]]
+    if not cards and code not in (None, 0):
+        lost = {address for address, folder, _ in nvidia_devices(PCI_DEVICES) if off_the_bus(folder)}
+        if lost:
+            cards = query_the_others(program, lost, deadline_s)
+            chosen = [("-i", address) for address in cards]
     if not cards:
         return smi, "", {}
     query = "--query-compute-apps=" + ",".join(SMI_PROCESS_FIELDS)
-    answers = []
-    # Both at once: where no persistence mode keeps the cards awake, each call takes its time.
-    commands = []
-    for key, argv in (("processes", [program, query, "--format=csv,noheader,nounits"]), ("cuda_version", [program])):
-        commands.append((key, Command(argv, max(0.1, deadline_s - time.monotonic()))))
+    answers = {"processes": "", "cuda_version": ""}
+    # All at once: where no persistence mode keeps the cards awake, each call takes its time.
+    commands = [("cuda_version", Command([program, *chosen[0]], max(0.1, deadline_s - time.monotonic())))]
+    for only in chosen:
+        argv = [program, *only, query, "--format=csv,noheader,nounits"]
+        commands.append(("processes", Command(argv, max(0.1, deadline_s - time.monotonic()))))
     for key, command in commands:
         try:
             code, raw = command.finish()
-            answers.append(text(raw) if code is not None else "")
+            answers[key] += text(raw) if code is not None else ""
             if code is None:
                 note_error(facts, f"nvidia.{key}", f"`nvidia-smi` gave no answer within {SMI_LIMIT_S:g} s")
         except ProbeFailure as error:
-            answers.append("")
             note_error(facts, f"nvidia.{key}", str(error))
-    processes = parse_smi_processes(answers[0])
+    processes = parse_smi_processes(answers["processes"])
     for card in cards.values():
         card["processes"] = processes.get(card["uuid"], []) if card["uuid"] else []
-    return smi, parse_cuda_version(answers[1]), cards
+    return smi, parse_cuda_version(answers["cuda_version"]), cards
 
 
 def name_gpu_processes(gpus: "list[Document]", proc: str = "/proc") -> "list[Document]":
@@ -1881,7 +1959,7 @@ def collect_fabric_manager(proc: str = "/proc") -> str:
     return "active" if any(command_name(pid, proc) == "nv-fabricmanage" for pid in process_ids(proc)) else "installed"
 
 
-def collect_nvidia(facts: "Document", devices: str = "/sys/bus/pci/devices") -> "tuple[Document, dict[str, Document]]":
+def collect_nvidia(facts: "Document", devices: str = PCI_DEVICES) -> "tuple[Document, dict[str, Document]]":
     """The driver, and what ``nvidia-smi`` knows about each card, by PCI address. What fails here costs only its own fields."""
     nvidia = parse_driver_version(read_text("/proc/driver/nvidia/version", ""))
     loaded = loaded_modules()
@@ -1906,6 +1984,164 @@ def collect_nvidia(facts: "Document", devices: str = "/sys/bus/pci/devices") -> 
         except (ProbeFailure, OSError) as error:
             note_error(facts, f"nvidia.{name}", str(error))
     return nvidia, cards
+
+
+# --- what goes wrong with cards -----------------------------------------------------------------------------------------------
+
+
+def collect_uvm(root: str = "/", device: str = UVM_DEVICE) -> str:
+    """Whether ``nvidia_uvm`` still takes programs: ``ok``, ``poisoned``, or nothing where that is not known.
+
+    The module remembers the first error that it cannot recover from, and from then on fails each ``open`` of its device
+    (``uvm_open`` in NVIDIA/open-gpu-kernel-modules, ``kernel-open/nvidia-uvm/uvm.c``), which CUDA calls ``unknown error``. So
+    opening it tells, and needs neither a CUDA context nor libcuda: it takes no lock and touches no card.
+    """
+    if "nvidia_uvm" not in loaded_modules(root):
+        return ""
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY))
+    except OSError as error:
+        # Anything else speaks of the device's node or of a container's rules.
+        return "poisoned" if error.errno == errno.EIO else ""
+    return "ok"
+
+
+def read_kernel_log(path: str = "/dev/kmsg") -> "list[tuple[int, str]] | None":
+    """The kernel's own log as microseconds since boot and text, oldest first; ``None`` where it is not to be seen.
+
+    Read from the kernel, not through ``dmesg``: no process, no colours, and the same in every version.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return None
+    records = []
+    try:
+        status = os.fstat(descriptor)
+        device = stat.S_ISCHR(status.st_mode) and (os.major(status.st_rdev), os.minor(status.st_rdev)) == KMSG_DEVICE
+        if not device and not stat.S_ISREG(status.st_mode):
+            return None
+        rest = b""
+        for _ in range(MAX_LOG_RECORDS):
+            try:
+                # One record from the device, which must fit.
+                chunk = os.read(descriptor, 16 << 10)
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    # It was overwritten while we read: the next read goes on with the oldest that is left.
+                    continue
+                break
+            if not chunk:
+                break
+            *lines, rest = (rest + chunk).split(b"\n")
+            # Lines that begin with a blank are a record's properties.
+            records += [line for line in lines if b"NVRM: Xid" in line and not line.startswith(b" ")]
+    finally:
+        os.close(descriptor)
+    parsed = []
+    for record in records:
+        head, separator, message = record.partition(b";")
+        fields = head.split(b",")
+        if separator and len(fields) >= 3 and fields[2].isdigit():
+            parsed.append((int(fields[2]), text(message)))
+    return parsed
+
+
+def read_journal(limit_s: float = 3.0) -> "list[tuple[str, int, float, str]]":
+    """Kernel messages about cards of the last day in the journal, earlier boots too: boot, microseconds since boot, time, text.
+
+    Empty where there is no journal, or one that cannot be searched: what the kernel itself still has is known anyway.
+    """
+    fields = "--output-fields=MESSAGE,_SOURCE_MONOTONIC_TIMESTAMP"
+    argv = ["journalctl", "--quiet", "--no-pager", "--output=json", fields, f"--since=-{XID_AGE_S:.0f}s", "--lines=2000"]
+    try:
+        shown = run_command([*argv, "--grep=NVRM: Xid", "_TRANSPORT=kernel"], limit_s)
+    except (ProbeFailure, OSError):
+        return []
+    found = []
+    for line in shown.splitlines():
+        try:
+            entry = json.loads(line)
+            monotonic = entry.get("_SOURCE_MONOTONIC_TIMESTAMP") or entry["__MONOTONIC_TIMESTAMP"]
+            message = entry["MESSAGE"]
+            # Text that is not UTF-8 comes as a list of numbers.
+            message = message if isinstance(message, str) else text(bytes(message))
+            found.append((str(entry["_BOOT_ID"]), int(monotonic), int(entry["__REALTIME_TIMESTAMP"]) / 1e6, message))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def collect_kernel_log(facts: "Document") -> "Document":
+    """The XIDs of the last day (NVIDIA's numbered errors), each card's and number's together, the latest first."""
+    kernel = read_kernel_log()
+    boot_id = str(facts.get("boot_id", "")).replace("-", "")
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
+    seen = {}  # type: dict[tuple[str, int], tuple[float, bool, str]]
+    for boot, monotonic, at_s, message in read_journal():
+        seen[(boot, monotonic)] = (at_s, boot == boot_id, message)
+    for monotonic, message in kernel or []:
+        seen.setdefault((boot_id, monotonic), (booted_s + monotonic / 1e6, True, message))
+    xids = {}  # type: dict[tuple[str, int], Document]
+    for at_s, this_boot, message in sorted(seen.values()):
+        match = XID.search(message)
+        if match is None or at_s < time.time() - XID_AGE_S:
+            continue
+        key = (normalize_pci_address(match.group(1) + ".0"), int(match.group(2)))
+        xid = xids.setdefault(key, {"pci_address": key[0], "code": key[1], "count": 0, "first_s": at_s})
+        xid["count"] += 1
+        xid.update(last_s=at_s, this_boot=this_boot, message=(match.group(3) or "")[:300])
+    latest = sorted(xids.values(), key=lambda xid: -float(xid["last_s"]))
+    return {"seen": kernel is not None or bool(seen), "xids": latest[:MAX_XIDS]}
+
+
+def dkms_built(folder: str) -> "set[str]":
+    """Kernels that a version of a module is built for: its folder has one for each, and in that one for each machine."""
+    return {
+        kernel
+        for kernel in _listdir(folder)
+        for machine in _listdir(os.path.join(folder, kernel))
+        if os.path.isdir(os.path.join(folder, kernel, machine, "module"))
+    }
+
+
+def dkms_installed(folder: str) -> "dict[str, str]":
+    """Kernel -> version that is installed for it: links beside the versions say so (``kernel-6.1.0-57-amd64-x86_64``)."""
+    found = {}
+    for name in _listdir(folder):
+        path = os.path.join(folder, name)
+        if name.startswith("kernel-") and os.path.islink(path):
+            version, _, rest = os.readlink(path).partition("/")
+            found[rest.partition("/")[0]] = version
+    return found
+
+
+def collect_dkms(root: str = "/var/lib/dkms") -> "list[Document]":
+    """NVIDIA's modules that DKMS has, by its own folders. A build that failed has left its log beside what is built."""
+    modules = []
+    for name in sorted(_listdir(root)):
+        folder = os.path.join(root, name)
+        if not name.startswith("nvidia"):
+            continue
+        installed = dkms_installed(folder)
+        for version in sorted(_listdir(folder)):
+            place = os.path.join(folder, version)
+            if os.path.islink(place) or not os.path.lexists(os.path.join(place, "source")):
+                continue
+            built = dkms_built(place)
+            log = read_text(os.path.join(place, "build/make.log"), "")
+            tried = re.search(r"make\.log for \S+ for kernel (\S+)", log.partition("\n")[0])
+            ready = {kernel for kernel, found in installed.items() if found == version}
+            modules.append(
+                {
+                    "name": text(name),
+                    "version": text(version),
+                    "built": [text(kernel) for kernel in by_version(built)[-MAX_KERNELS:]],
+                    "installed": [text(kernel) for kernel in by_version(ready)[-MAX_KERNELS:]],
+                    "failed": text(tried.group(1)) if tried and tried.group(1) not in built else "",
+                }
+            )
+    return modules[:MAX_DKMS_MODULES]
 
 
 # --- putting it together ------------------------------------------------------------------------------------------------------
@@ -2068,6 +2304,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("kernel_headers", collect_kernel_headers),
         Task("kernels_installed", collect_kernels_installed),
         Task("secure_boot", collect_secure_boot),
+        Task("dkms", collect_dkms),
         Task("packages", collect_packages, limit_s=12.0),
         Task("apt_sources", collect_apt_sources),
         # In the worker this is the document as it stands by then, with `packages` in it.
@@ -2099,6 +2336,8 @@ def second_tasks(facts: "Document") -> "list[Task]":
     tasks = [Task("listeners", name_listeners, facts.get("listeners", []))]
     if facts.get("gpus"):
         tasks.append(Task("gpus", ask_gpus, facts["gpus"]))
+        tasks.append(Task("kernel_log", collect_kernel_log, facts))
+        tasks.append(Task("uvm", collect_uvm, limit_s=2.0))
     for unit, shown in sorted(facts.get("units", {}).items()):
         if shown["main_pid"] > 0:
             tasks.append(Task("processes", collect_process, shown["main_pid"], unit, names, item=unit, limit_s=2.0))
@@ -2145,6 +2384,9 @@ def probe(request: "Document") -> "Document":
         "machine": system.machine,
         "kernel": text(system.release),
         "python": {"version": python_version(), "executable": text(sys.executable or "")},
+        # Looked at where there is a card.
+        "uvm": "",
+        "kernel_log": {"seen": False, "xids": []},
         "errors": {},
     }  # type: Document
     # `nvidia-smi` is slow even where it works: it runs beside all the rest.

@@ -55,9 +55,10 @@ FAULTS: Mapping[str, str] = {
     "bar1-zero": "the firmware gave a card no address space for its memory",
     "persistence-off": "nvidia-persistenced is disabled, so that no setting stays",
     "uvm-poisoned": "CUDA programs fail with `unknown error`, until nvidia_uvm is loaded anew",
+    "memory-error": "a card has met a double-bit error (XID 48), and a page of its memory waits for a reset to be retired",
 }
 #: Those that hit one card; the last one unless another is named.
-CARD_FAULTS = frozenset({"fallen-off", "throttled", "link-degraded", "bar1-zero"})
+CARD_FAULTS = frozenset({"fallen-off", "throttled", "link-degraded", "bar1-zero", "memory-error"})
 
 
 @dataclass(frozen=True)

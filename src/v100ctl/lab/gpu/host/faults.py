@@ -10,7 +10,7 @@ from . import packages
 from .machine import NVIDIA_MODULES, Machine
 
 #: Faults of one card; the others are the host's.
-OF_CARDS = ("fallen-off", "throttled", "link-degraded", "bar1-zero")
+OF_CARDS = ("fallen-off", "throttled", "link-degraded", "bar1-zero", "memory-error")
 
 
 class NotPossible(Exception):
@@ -56,6 +56,13 @@ def _of_card(machine: Machine, state: dict[str, Any], name: str, card: dict[str,
         machine.log(state, f"NVRM: GPU at PCI:{place}: {card['uuid']}", 4)
         machine.log(state, f"NVRM: Xid (PCI:{place}): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.", 3)
         machine.log(state, f"NVRM: GPU {address}: GPU has fallen off the bus.", 3)
+    elif name == "memory-error" and not undo:
+        place = address.rpartition(".")[0]
+        words = (
+            "An uncorrectable double bit error (DBE) has been detected on GPU in the framebuffer at partition 4, subpartition 1."
+        )
+        machine.log(state, f"NVRM: Xid (PCI:{place}): 48, pid='<unknown>', name=<unknown>, {words}", 3)
+        card["retired_double"] += 1
     elif name == "bar1-zero" and state["loaded"] is not None:
         # Firmware assigns addresses before a kernel starts: this is seen after a boot only.
         machine.restart_driver(state)

@@ -79,6 +79,13 @@ def _id(key: str) -> Value:
     return value
 
 
+def _double_bit(span: str) -> Value:
+    """Errors since the driver was loaded, or all that have retired a page."""
+    if span == "volatile":
+        return lambda reading, state: str(int(reading.retirement_pending))
+    return lambda reading, state: str(reading.card["retired_double"])
+
+
 def _timestamp(reading: Reading, state: dict[str, Any]) -> str:
     now = time.time()
     return time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03d}"
@@ -134,7 +141,7 @@ def _make() -> list[Field]:
         Field("ecc.mode.pending", lambda reading, state: _switch(reading.card["ecc_pending"])),
         Field("retired_pages.single_bit_ecc.count", _of_card("retired_single"), aliases=("retired_pages.sbe",)),
         Field("retired_pages.double_bit.count", _of_card("retired_double"), aliases=("retired_pages.dbe",)),
-        Field("retired_pages.pending", _constant("No")),
+        Field("retired_pages.pending", lambda reading, state: "Yes" if reading.retirement_pending else "No"),
         Field("temperature.gpu", lambda reading, state: str(reading.temperature_c)),
         Field("temperature.gpu.tlimit", _constant(NA), since=545),
         Field("temperature.memory", lambda reading, state: str(reading.memory_temperature_c)),
@@ -166,8 +173,10 @@ def _make() -> list[Field]:
     for kind in ("corrected", "uncorrected"):
         for span in ("volatile", "aggregate"):
             for place in ("device_memory", "register_file", "l1_cache", "l2_cache", "texture_memory", "total"):
-                value = NA if place == "texture_memory" else "0"
-                fields.append(Field(f"ecc.errors.{kind}.{span}.{place}", _constant(value)))
+                value = _constant(NA if place == "texture_memory" else "0")
+                if kind == "uncorrected" and place in ("device_memory", "total"):
+                    value = _double_bit(span)
+                fields.append(Field(f"ecc.errors.{kind}.{span}.{place}", value))
     for prefix, since in (("clocks_throttle_reasons", 0), ("clocks_event_reasons", 535)):
         fields.append(Field(f"{prefix}.supported", _constant("0x00000000000001FF"), since=since))
         fields.append(Field(f"{prefix}.active", lambda reading, state: f"0x{reading.reasons:016X}", since=since))

@@ -43,6 +43,8 @@ _NOUVEAU_OFF = re.compile(r"^\s*(?:blacklist\s+nouveau|alias\s+nouveau\s+off|ins
 _MODPROBE_DIRECTORIES = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
 #: Every node stands for /dev/null: the container may open it, and nothing comes of it.
 _HARMLESS = os.makedev(1, 3)
+#: A terminal that was never opened, outside the file system of terminals: each `open` fails with EIO, as that of a poisoned UVM.
+_FAILING = os.makedev(136, 4095)
 #: An unassigned region's flags: memory, 64 bits wide, prefetchable, no address.
 _BAR1_FLAGS, _BAR1_UNSET_FLAGS = 0x14220C, 0x2014220C
 
@@ -111,6 +113,8 @@ class Machine:
         state["loaded"], state["modules"] = None, []
         for card in state["cards"]:
             card.update({"persistence": False, "power_set_w": None, "clocks_set": None, "ecc": card["ecc_pending"]})
+            # A page that waited for it is taken out of use.
+            card["faults"].pop("memory-error", None)
         if "nouveau" in state["faults"]:
             if not self._nouveau_is_off():
                 state["modules"] = ["nouveau"]
@@ -147,7 +151,9 @@ class Machine:
 
     def log(self, state: State, message: str, level: int) -> None:
         """Writes into the kernel log. ``level`` is the priority of syslog, 0 to 7."""
-        state["log"].append({"at_s": time.time() - state["booted_s"], "level": level, "message": message})
+        entry = {"at_s": time.time() - state["booted_s"], "level": level, "message": message}
+        # The records of /dev/kmsg count from the start of the kernel, which a lab host shares with the machine below.
+        state["log"].append({**entry, "kernel_s": time.clock_gettime(time.CLOCK_MONOTONIC)})
 
     def refresh(self) -> None:
         """What follows from the packages at once: the module on the disk, and whether there is an ``nvidia-smi``."""
@@ -290,8 +296,11 @@ class Machine:
             if path.name not in wanted:
                 path.unlink()
         for name, mode in wanted.items():
+            number = _FAILING if name == "nvidia-uvm" and state["uvm"] != "well" else _HARMLESS
+            if (device / name).exists() and (device / name).stat().st_rdev != number:
+                (device / name).unlink()
             if not (device / name).exists():
-                os.mknod(device / name, 0o020000 | mode, _HARMLESS)
+                os.mknod(device / name, 0o020000 | mode, number)
                 (device / name).chmod(mode)
         real = (self.run / "devices.real").read_text(encoding="utf-8") if (self.run / "devices.real").exists() else ""
         if not real:
@@ -306,7 +315,7 @@ class Machine:
     def _show_log(self, state: State) -> None:
         # The records of /dev/kmsg: priority with the facility (0: kernel), number, microseconds since boot, flags; the text.
         lines = [
-            f"{entry['level']},{number},{int(entry['at_s'] * 1e6)},-;{entry['message']}\n"
+            f"{entry['level']},{number},{int(entry['kernel_s'] * 1e6)},-;{entry['message']}\n"
             for number, entry in enumerate(state["log"])
         ]
         path = self.root / "dev/kmsg"

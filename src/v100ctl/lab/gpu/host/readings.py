@@ -37,6 +37,7 @@ class Reading:
         self.card = card
         self.branch = branch
         self.throttled = bool(card["faults"].get("throttled"))
+        self.retirement_pending = bool(card["faults"].get("memory-error"))
         self.processes: list[dict[str, Any]] = card["processes"]
         self.width, speed = link(card)
         self.generation = 3 if speed >= 8.0 else 1

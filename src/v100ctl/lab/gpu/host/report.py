@@ -301,23 +301,28 @@ def _ecc(reading: Reading) -> list[Node]:
     counts = ("Device Memory", "Register File", "L1 Cache", "L2 Cache", "Texture Memory", "Texture Shared", "CBU", "Total")
     tags = {"Texture Shared": "texture_shm"}
 
-    def bits(label: str, tag: str) -> Node:
+    def bits(label: str, tag: str, found: int) -> Node:
         absent = {"Texture Memory", "Texture Shared"} | (set() if tag == "double_bit" else {"CBU"})
         inner = [
-            Node(words, tags.get(words, words.lower().replace(" ", "_")), NA if words in absent or not card["ecc"] else "0")
+            Node(
+                words,
+                tags.get(words, words.lower().replace(" ", "_")),
+                NA if words in absent or not card["ecc"] else str(found) if words in ("Device Memory", "Total") else "0",
+            )
             for words in counts
         ]
         return Node(f"{label}            ", tag, inner)
 
+    pending = "Yes" if reading.retirement_pending else "No"
     spans = [
-        Node(label, label.lower(), [bits("Single Bit", "single_bit"), bits("Double Bit", "double_bit")])
-        for label in ("Volatile", "Aggregate")
+        Node(label, label.lower(), [bits("Single Bit", "single_bit", 0), bits("Double Bit", "double_bit", found)])
+        for label, found in (("Volatile", int(reading.retirement_pending)), ("Aggregate", card["retired_double"]))
     ]
     retired = [
         Node("Single Bit ECC", "", str(card["retired_single"])),
         Node("Double Bit ECC", "", str(card["retired_double"])),
-        Node("Pending Page Blacklist", "pending_blacklist", "No"),
-        Node(None, "pending_retirement", "No"),
+        Node("Pending Page Blacklist", "pending_blacklist", pending),
+        Node(None, "pending_retirement", pending),
     ]
     for tag, count in (("multiple_single_bit_retirement", "retired_single"), ("double_bit_retirement", "retired_double")):
         inner = [Node(None, "retired_count", str(card[count])), Node(None, "retired_pagelist", "")]

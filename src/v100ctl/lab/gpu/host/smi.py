@@ -433,6 +433,8 @@ class Smi:
                         EXIT_UNKNOWN,
                     )
                 card.update({"power_set_w": None, "clocks_set": None, "ecc": card["ecc_pending"], "compute_mode": "Default"})
+                # A page that waits is taken out of use now.
+                card["faults"].pop("memory-error", None)
                 self.write(f"GPU {bus_id(card)} was successfully reset.\n")
         return self._done()
 
