@@ -1,7 +1,8 @@
 """What ``v100ctl test`` does: this toolkit's own tests, in parts, each with a heading, its own output as it comes, and a verdict.
 
-The parts run in the order of :func:`find_parts`, cheap ones first, and all of them run even when one fails. Their tools come
-from ``requirements-test.lock``, which is installed into the running virtual environment on the first use.
+The parts run in the order of :func:`find_parts`, cheap ones first, and all of them run even when one fails. Molecule scenarios,
+each with a test host of its own, run several at once, their lines marked with the scenario's name. The tools come from
+``requirements-test.lock``, which is installed into the running virtual environment on the first use.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +55,7 @@ class Part:
         steps: All of them run, also after one that failed.
         needs_docker: A Docker Engine is made ready first.
         aliases: Other names that select this part.
+        shares: Others that share may run at the same time.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Part:
     steps: tuple[Step, ...]
     needs_docker: bool = False
     aliases: frozenset[str] = frozenset()
+    shares: bool = False
 
 
 @dataclass
@@ -71,7 +76,9 @@ class Outcome:
     failed_steps: list[str] = field(default_factory=list)
 
 
-def run_tests(names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, extra: Sequence[str] = ()) -> int:
+def run_tests(
+    names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, jobs: int | None = None, extra: Sequence[str] = ()
+) -> int:
     """Runs this toolkit's own tests.
 
     Args:
@@ -79,6 +86,7 @@ def run_tests(names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, 
         slow: Runs tests marked ``slow`` too.
         keep: Leaves test hosts behind for a look.
         list_only: Prints the names that can be given, and runs nothing.
+        jobs: How many molecule scenarios and how many unit tests run at once; by default one for each core, four at most.
         extra: Arguments for pytest, such as ``["-k", "launcher"]``. With some and without names, only pytest's parts run.
             A part where nothing matches them is not a failure as long as another one has a match.
 
@@ -103,15 +111,29 @@ def run_tests(names: Sequence[str], *, slow: bool, keep: bool, list_only: bool, 
     if extra and not names:
         selected = [part for part in selected if any(step.is_pytest for step in part.steps)]
     install_tools(root / "requirements-test.lock")
+    jobs = jobs or default_jobs()
     # The default run has a time budget: what takes long must be seen.
     pytest_arguments = ["--durations=15", "--durations-min=5", *extra]
     if not slow:
         pytest_arguments += ["-m", "not slow"]
     if keep:
         pytest_arguments.append("--lab-keep")
-    selected = [_with_arguments(part, pytest_arguments, keep=keep) for part in selected]
-    outcomes = [_run_part(part, root, may_be_empty=bool(extra)) for part in selected]
+    selected = [_with_arguments(part, pytest_arguments, keep=keep, jobs=jobs) for part in selected]
+    outcomes: list[Outcome] = []
+    for part in selected:
+        if not part.shares or jobs == 1:
+            outcomes.append(_run_part(part, root, may_be_empty=bool(extra)))
+    together = [part for part in selected if part.shares and jobs > 1]
+    if len(together) == 1:
+        outcomes.append(_run_part(together[0], root, may_be_empty=bool(extra)))
+    elif together:
+        outcomes += _run_together(together, root, jobs)
     return _summarise(outcomes)
+
+
+def default_jobs() -> int:
+    """How many tests run at once: one for each core that this process may use, and no more than the test hosts' memory allows."""
+    return max(1, min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 def find_parts(root: Path) -> list[Part]:
@@ -131,7 +153,7 @@ def find_parts(root: Path) -> list[Part]:
         # Molecule finds this file by itself only below a `.git`, which a copy of the checkout may lack.
         base = ("--base-config", ".config/molecule/config.yml")
         step = Step(f"molecule {name}", ("molecule", *base, "test", "--scenario-name", name))
-        parts.append(Part(f"molecule/{name}", f"molecule scenario {name}", (step,), True, frozenset({"molecule", name})))
+        parts.append(Part(f"molecule/{name}", f"molecule scenario {name}", (step,), True, frozenset({"molecule", name}), True))
     return parts
 
 
@@ -203,12 +225,15 @@ def _pytest_step(name: str, *paths: str) -> Step:
     return Step(name, ("pytest", *paths), is_pytest=True)
 
 
-def _with_arguments(part: Part, pytest_arguments: Sequence[str], *, keep: bool) -> Part:
+def _with_arguments(part: Part, pytest_arguments: Sequence[str], *, keep: bool, jobs: int = 1) -> Part:
     steps = []
     for step in part.steps:
         added: tuple[str, ...] = ()
         if step.is_pytest:
             added = tuple(pytest_arguments)
+            if part.name == "unit" and jobs > 1:
+                # Tests with hosts share them, and so stay in one process.
+                added = ("-n", str(jobs), "--dist", "worksteal", *added)
         elif keep and step.argv[0] == "molecule":
             added = ("--destroy=never",)
         steps.append(replace(step, argv=step.argv + added))
@@ -307,6 +332,93 @@ def _run_part(part: Part, root: Path, *, may_be_empty: bool) -> Outcome:
             outcome.status = "no tests"
     outcome.seconds = time.monotonic() - started
     return outcome
+
+
+def _run_together(parts: Sequence[Part], root: Path, jobs: int) -> list[Outcome]:
+    """Runs parts of one step each, ``jobs`` at a time. On Ctrl-C each has time to take its test hosts down, as one alone has."""
+    print(f"\n=== {', '.join(part.title for part in parts)}: {jobs} at a time ===", flush=True)
+    started = time.monotonic()
+    try:
+        _ready_docker()
+    except V100ctlError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr, flush=True)
+        return [Outcome(part.name, "failed", time.monotonic() - started, ["Docker Engine"]) for part in parts]
+    stopping = threading.Event()
+    running: set[subprocess.Popen[str]] = set()
+    guard = threading.Lock()
+    environment = _environment(os.environ, Path(sys.prefix))
+    environment.setdefault("NO_COLOR", "1")
+
+    def run(part: Part) -> Outcome:
+        (step,) = part.steps
+        if stopping.is_set():
+            return Outcome(part.name, "failed", 0.0, ["not started"])
+        began = time.monotonic()
+        label = part.name.rpartition("/")[2]
+        returncode = _run_marked(step.argv, root, environment, label, guard, running)
+        outcome = Outcome(part.name, "failed" if returncode else "passed", time.monotonic() - began)
+        if returncode:
+            outcome.failed_steps.append(step.name)
+        with guard:
+            print(f"    {step.name} {outcome.status} in {outcome.seconds:.1f} s", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures: list[Future[Outcome]] = [pool.submit(run, part) for part in parts]
+        try:
+            return [future.result() for future in futures]
+        except KeyboardInterrupt:
+            stopping.set()
+            _end_all(running, guard)
+            raise
+
+
+def _run_marked(
+    argv: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    label: str,
+    guard: threading.Lock,
+    running: set[subprocess.Popen[str]],
+) -> int:
+    """Runs ``argv`` with its lines marked with ``label``; the exit code as of :func:`run_program`."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except OSError as error:
+        print(f"error: `{argv[0]}` does not start: {error.strerror}", file=sys.stderr, flush=True)
+        return 127
+    with guard:
+        running.add(process)
+    with process:
+        for line in process.stdout or ():
+            with guard:
+                print(f"{label} | {line}", end="" if line.endswith("\n") else "\n", flush=True)
+    with guard:
+        running.discard(process)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _end_all(running: set[subprocess.Popen[str]], guard: threading.Lock) -> None:
+    """Waits for programs that have been told to stop, and kills those that take too long."""
+    deadline = time.monotonic() + _INTERRUPT_GRACE_S
+    with guard:
+        processes = list(running)
+    for process in processes:
+        try:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        except (KeyboardInterrupt, subprocess.TimeoutExpired):
+            process.kill()
 
 
 def _ready_docker() -> None:

@@ -140,12 +140,14 @@ def run(
 ) -> Callable[..., tuple[int, list[str], str]]:
     """Runs made-up parts; returns the exit code, the lines of stdout and stderr."""
 
-    def run_parts(parts: list[Part], extra: list[str] | None = None, **options: bool) -> tuple[int, list[str], str]:
+    def run_parts(
+        parts: list[Part], extra: list[str] | None = None, jobs: int = 1, **options: bool
+    ) -> tuple[int, list[str], str]:
         monkeypatch.setattr(selftest, "checkout_dir", lambda: checkout)
         monkeypatch.setattr(selftest, "find_parts", lambda root: parts)
         monkeypatch.setattr(selftest, "install_tools", lambda lock: None)
         asked = {"slow": False, "keep": False, "list_only": False, **options}
-        code = run_tests([], extra=extra or [], **asked)
+        code = run_tests([], extra=extra or [], jobs=jobs, **asked)
         captured = capfd.readouterr()
         return code, captured.out.splitlines(), captured.err
 
@@ -319,3 +321,81 @@ def test_tools_need_a_virtual_environment(lock: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     with pytest.raises(V100ctlError, match="only in a virtual environment"):
         install_tools(lock)
+
+
+def scenario(name: str, script: str) -> Part:
+    return Part(f"molecule/{name}", f"molecule scenario {name}", (shell(f"molecule {name}", script),), True, shares=True)
+
+
+@pytest.fixture
+def with_docker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "_ready_docker", lambda: None)
+
+
+def test_scenarios_run_at_the_same_time(run: Run, with_docker: None) -> None:
+    # Each goes on only when it sees the other.
+    meet = "touch {0}; for try in $(seq 400); do [ -e {1} ] && echo met && exit 0; sleep 0.05; done; exit 1"
+    code, lines, _ = run([scenario("a", meet.format("a.here", "b.here")), scenario("b", meet.format("b.here", "a.here"))], jobs=2)
+    assert (code, lines[-1]) == (0, "2 passed, 0 failed")
+    assert {"a | met", "b | met"} <= set(lines)
+
+
+def test_a_scenario_that_fails_stops_no_other(run: Run, with_docker: None) -> None:
+    parts = [
+        scenario("a", "echo no end of line | tr -d '\\n'; exit 3"),
+        scenario("b", "kill -TERM $$"),
+        scenario("c", "echo ran >&2"),
+    ]
+    code, lines, _ = run([*parts, Part("last", "last", (shell("last", "echo alone"),))], jobs=2)
+    assert (code, lines[-1]) == (1, "2 passed, 2 failed")
+    assert {"a | no end of line", "c | ran", "alone"} <= set(lines)
+    assert lines.index("alone") < lines.index("c | ran"), "what runs alone comes first"
+    assert any(line.startswith("molecule/b ") and "failed" in line for line in lines)
+
+
+def test_one_at_a_time_when_asked(run: Run, with_docker: None) -> None:
+    first = scenario("a", "echo $$ >pid; sleep 0.2; rm pid")
+    code, lines, _ = run([first, scenario("b", "[ ! -e pid ] && echo after")], jobs=1)
+    assert (code, lines[-1]) == (0, "2 passed, 0 failed")
+    assert "after" in lines
+
+
+def test_interrupt_waits_for_scenarios_to_clean_up(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, pathlib, sys
+        from v100ctl import selftest
+        from v100ctl.selftest import Part, Step
+        selftest._ready_docker = lambda: None
+        program = 'trap "sleep 0.3; touch cleaned-$0; exit 1" INT; touch started-$0; while :; do sleep 0.05; done'
+        parts = [Part(name, name, (Step(name, ("sh", "-c", program, name)),)) for name in ("a", "b", "c")]
+        try:
+            selftest._run_together(parts, pathlib.Path.cwd(), 2)
+        except KeyboardInterrupt:
+            sys.exit(130 if os.path.exists("cleaned-a") and os.path.exists("cleaned-b") else 1)
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, start_new_session=True)
+    while not ((tmp_path / "started-a").exists() and (tmp_path / "started-b").exists()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    assert not (tmp_path / "started-c").exists()
+
+
+def test_jobs_follow_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, jobs in ((1, 1), (2, 2), (64, 4)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        assert selftest.default_jobs() == jobs
+
+
+def test_unit_tests_are_spread_and_tests_with_hosts_are_not() -> None:
+    unit = Part("unit", "unit tests", (Step("unit", ("pytest", "tests/unit"), True),))
+    (step,) = selftest._with_arguments(unit, ["-x"], keep=False, jobs=2).steps
+    assert step.argv == ("pytest", "tests/unit", "-n", "2", "--dist", "worksteal", "-x")
+    (step,) = selftest._with_arguments(unit, ["-x"], keep=False, jobs=1).steps
+    assert step.argv == ("pytest", "tests/unit", "-x")
+    hosts = Part("integration", "integration tests", (Step("integration", ("pytest", "tests/integration"), True),), True)
+    (step,) = selftest._with_arguments(hosts, ["-x"], keep=False, jobs=2).steps
+    assert step.argv == ("pytest", "tests/integration", "-x")

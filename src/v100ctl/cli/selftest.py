@@ -12,14 +12,18 @@ from v100ctl.cli.options import launcher_options
 @click.option("--slow", is_flag=True, help="Also run what takes long.")
 @click.option("--keep", is_flag=True, help="Keep test hosts, to look at them.")
 @click.option("--list", "list_only", is_flag=True, help="List what can be named, run nothing.")
+@click.option(
+    "--jobs", "-j", type=click.IntRange(1, 16), help="How many run at once; by default one for each core, four at most."
+)
 @click.option("-k", "expression", metavar="EXPR", help="Only pytest tests that match (as `pytest -k`).")
 @launcher_options
-def command(names: tuple[str, ...], slow: bool, keep: bool, list_only: bool, expression: str | None) -> int:
+def command(names: tuple[str, ...], slow: bool, keep: bool, list_only: bool, jobs: int | None, expression: str | None) -> int:
     """Run this toolkit's own tests: unit tests, lints, then roles and whole runs in containers.
 
-    NAME is a part (unit, lint, integration, molecule), a role, or a test file; nothing means all of them. Needs a checkout, and
-    root for the container engine.
+    NAME is a part (unit, lint, integration, molecule), a role, or a test file; nothing means all of them. Unit tests and roles
+    run several at once, `--jobs 1` one after the other. Needs a checkout, and root for the container engine.
     """
     from v100ctl.selftest import run_tests
 
-    return run_tests(list(names), slow=slow, keep=keep, list_only=list_only, extra=["-k", expression] if expression else [])
+    extra = ["-k", expression] if expression else []
+    return run_tests(list(names), slow=slow, keep=keep, list_only=list_only, jobs=jobs, extra=extra)
