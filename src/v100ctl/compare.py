@@ -14,7 +14,7 @@ from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
-from v100ctl.plan.types import HostPlan, ManagedFile
+from v100ctl.plan.types import HostPlan, ManagedFile, Rule
 
 Kind = Literal["drifted", "pending", "external"]
 Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
@@ -44,10 +44,67 @@ class Finding:
 _PROVISION = "`v100ctl provision`"
 
 
+@dataclass(frozen=True)
+class _Ailment:
+    """What a rule about the state of a host is as a finding. A role mends those that are not external."""
+
+    id: str
+    layer: Layer
+    expected: str
+    severity: FindingSeverity
+    kind: Kind = "external"
+    role: str = "gpu_tuning"
+
+
+#: By rule. What a host suffers from is judged once, by the plan's rules.
+_AILMENTS: Mapping[str, _Ailment] = {
+    "driver-wedged": _Ailment("driver.wedged", "driver", "`nvidia-smi` answers", "critical", role="nvidia_driver"),
+    "driver-library-mismatch": _Ailment(
+        "driver.library-mismatch", "driver", "library and loaded module of one version", "error", role="nvidia_driver"
+    ),
+    "driver-not-loaded": _Ailment("driver.not-loaded", "driver", "the driver loaded", "error", "pending", "nvidia_driver"),
+    "nouveau-loaded": _Ailment("driver.nouveau", "driver", "NVIDIA's driver has the cards", "error", "pending", "nvidia_driver"),
+    "uvm-poisoned": _Ailment("driver.uvm-poisoned", "driver", "CUDA programs start", "critical"),
+    "gpu-gone": _Ailment("gpu.gone", "hardware", "every card that the last plan had", "error"),
+    "gpu-fallen-off": _Ailment("gpu.fallen-off", "hardware", "the card answers on the bus", "critical"),
+    "gpu-bar1-unassigned": _Ailment("gpu.bar1-unassigned", "hardware", "address space for the card's memory", "error"),
+    "gpu-link-degraded": _Ailment("gpu.link-degraded", "hardware", "a PCIe link of 8 GT/s and 16 lanes", "warn"),
+    "gpu-throttled": _Ailment("gpu.throttled", "hardware", "clocks as asked", "warn"),
+    "gpu-retirement-pending": _Ailment("gpu.retirement-pending", "hardware", "no page waits to be retired", "error"),
+    "gpu-memory-failing": _Ailment("gpu.memory-failing", "hardware", "memory that can still retire pages", "error"),
+    "gpu-xid": _Ailment("gpu.xid", "hardware", "no errors of the hardware in the last day", "warn"),
+}
+
+
+def _ailments(plan: HostPlan) -> Iterator[Finding]:
+    """What the plan's rules found wrong with driver and cards. What they only inform of is no finding."""
+    used = {key for instance in plan.instances for key in instance.gpus}
+    for rule in plan.rules:
+        ailment = _AILMENTS.get(rule.id)
+        if ailment is not None and rule.severity != "info":
+            # A card that nothing computes on stops nobody.
+            idle = rule.card is not None and bool(used) and rule.card not in used
+            yield _ailing(rule, ailment, plan.host, "warn" if idle else ailment.severity)
+
+
+def _ailing(rule: Rule, ailment: _Ailment, host: str, severity: FindingSeverity) -> Finding:
+    return Finding(
+        f"{ailment.id}:{rule.card}" if rule.card else ailment.id,
+        ailment.kind,
+        ailment.layer,
+        ailment.role,
+        ailment.expected,
+        rule.reason,
+        severity,
+        _PROVISION if ailment.kind != "external" else (rule.nearest or "").replace("recover HOST", f"recover {host}"),
+    )
+
+
 def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
     """Every difference between what is planned and what the probe found, in the order in which roles would mend them."""
     applied = facts.host_json.document or {}
     return (
+        *_ailments(plan),
         *_driver(plan, facts, applied),
         *_cuda(plan),
         *_tuning(plan, facts, applied),
@@ -94,17 +151,6 @@ def _driver(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterato
             + (f", from {driver.source}" if driver.source else ""),
             f"{found}, {flavour or 'unknown'} modules" if found else "none",
             users,
-        )
-    elif facts.gpus and not facts.nvidia.module_version:
-        yield Finding(
-            "driver.not-loaded",
-            "pending",
-            "driver",
-            "nvidia_driver",
-            f"driver {found} loaded",
-            f"driver {found} is installed and not loaded: reboot the host",
-            "error",
-            "reboot the host, then `v100ctl provision`",
         )
     catalog = load_catalog()
     for name in driver.packages:

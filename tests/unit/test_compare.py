@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from v100ctl.compare import compare, restarts
+from tests.unit.plan.test_cases import decide
+from v100ctl.compare import _AILMENTS, compare, restarts
 from v100ctl.facts import Facts
 from v100ctl.plan import plan
 
@@ -28,6 +30,85 @@ def test_a_host_as_planned_is_clean() -> None:
     facts = applied_facts(PLAN)
     assert compare(PLAN, facts) == ()
     assert restarts(PLAN.to_role_variables(), facts.model_dump(by_alias=True)) == []
+
+
+CASES = Path(__file__).parent / "plan/cases"
+
+
+@pytest.mark.parametrize(
+    ("case", "identifier", "kind", "layer", "severity", "role", "fix"),
+    [
+        ("driver-hangs", "driver.wedged", "external", "driver", "critical", "nvidia_driver", "reboot"),
+        ("library-and-module-differ", "driver.library-mismatch", "external", "driver", "error", "nvidia_driver", "recover h1"),
+        ("driver-installed-and-not-loaded", "driver.not-loaded", "pending", "driver", "error", "nvidia_driver", "provision"),
+        ("nouveau-is-loaded", "driver.nouveau", "pending", "driver", "error", "nvidia_driver", "provision"),
+        ("unified-memory-is-poisoned", "driver.uvm-poisoned", "external", "driver", "critical", "gpu_tuning", "recover h1"),
+        ("card-that-has-left-the-bus", "gpu.gone", "external", "hardware", "error", "gpu_tuning", "power the host off"),
+        (
+            "card-fallen-off-the-bus",
+            "gpu.fallen-off:CARD",
+            "external",
+            "hardware",
+            "critical",
+            "gpu_tuning",
+            "power the host off",
+        ),
+        ("bar1-unassigned", "gpu.bar1-unassigned:CARD", "external", "hardware", "error", "gpu_tuning", "Above 4G"),
+        ("link-with-eight-lanes", "gpu.link-degraded:CARD", "external", "hardware", "warn", "gpu_tuning", "riser"),
+        ("card-too-hot", "gpu.throttled:CARD", "external", "hardware", "warn", "gpu_tuning", "air"),
+        (
+            "page-to-be-retired-after-a-double-bit-error",
+            "gpu.retirement-pending:CARD",
+            "external",
+            "hardware",
+            "error",
+            "gpu_tuning",
+            "recover h1",
+        ),
+        (
+            "page-that-could-not-be-retired",
+            "gpu.memory-failing:CARD",
+            "external",
+            "hardware",
+            "error",
+            "gpu_tuning",
+            "another card",
+        ),
+        ("page-that-could-not-be-retired", "gpu.xid:CARD", "external", "hardware", "warn", "gpu_tuning", "riser"),
+    ],
+)
+def test_what_ails_driver_and_cards(
+    case: str, identifier: str, kind: str, layer: str, severity: str, role: str, fix: str
+) -> None:
+    decided = decide(CASES / case)
+    facts = Facts.model_validate_json((CASES / case / "facts.json").read_bytes())
+    findings = {finding.id: finding for finding in compare(decided, facts)}
+    uuid = facts.gpus[0].uuid or facts.gpus[0].pci_address
+    found = findings[identifier.replace("CARD", uuid)]
+    assert (found.kind, found.layer, found.severity, found.role) == (kind, layer, severity, role)
+    assert fix in found.fix
+    assert found.actual in [rule.reason for rule in decided.rules]
+
+
+def test_a_card_in_good_health_ails_nothing() -> None:
+    for case in ("card-in-good-health", "errors-of-a-program", "hot-card-that-nothing-uses", "card-at-its-power-limit"):
+        facts = Facts.model_validate_json((CASES / case / "facts.json").read_bytes())
+        findings = compare(decide(CASES / case), facts)
+        assert [finding.id for finding in findings if finding.layer == "hardware" and finding.kind == "external"] == []
+        assert [finding.id for finding in findings if finding.layer == "driver" and finding.kind == "external"] == []
+
+
+def test_a_card_that_nothing_uses_is_a_warning() -> None:
+    case = CASES / "bar1-unassigned-on-a-card-that-is-not-used"
+    facts = Facts.model_validate_json((case / "facts.json").read_bytes())
+    found = [finding for finding in compare(decide(case), facts) if finding.id.startswith("gpu.bar1")]
+    assert [finding.severity for finding in found] == ["warn"]
+
+
+def test_every_ailment_is_a_rule() -> None:
+    source = Path(__file__).parents[2] / "src/v100ctl/plan"
+    text = "".join(path.read_text(encoding="utf-8") for path in source.rglob("*.py"))
+    assert [rule for rule in _AILMENTS if f'"{rule}"' not in text] == []
 
 
 def test_a_linked_folder_is_the_administrators_choice() -> None:

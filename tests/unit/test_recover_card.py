@@ -28,18 +28,31 @@ recover_card = _module()
 RESET = "nvidia-smi -r"
 
 
+LOOK = "nvidia-smi --query-gpu=index,uuid --format=csv,noheader"
+
+
 class Host:
-    """A host whose programs are recorded. ``fails`` names commands that fail, with what is wrong."""
+    """A host whose programs are recorded. ``fails`` names commands that fail, with what is wrong.
+
+    ``modules`` are loaded; ``rmmod`` and ``modprobe`` change that.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails: dict[str, Any] = {}
+        self.modules = {"nvidia", "nvidia_uvm", "nvidia_modeset"}
 
     def run(self, argv: list[str], limit_s: float = 0) -> str:
         command = " ".join(argv)
         self.calls.append(command)
         if command in self.fails:
             raise self.fails[command]
+        if argv[0] == "rmmod":
+            self.modules.remove(argv[1])
+            # The next one is of the same version as the library.
+            self.fails.pop(LOOK, None)
+        if argv[0] == "modprobe":
+            self.modules.add(argv[1])
         return {"ActiveState": "ActiveState=active\n", "UnitFileState": "UnitFileState=enabled\n"}.get(argv[-2], "")
 
 
@@ -51,15 +64,19 @@ def make_host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Host]:
         monkeypatch.setattr(recover_card, "card_users", lambda: users)
         monkeypatch.setattr(recover_card, "lost_cards", lambda: list(lost))
         real = Path.exists
-        monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/sys/module/nvidia_uvm" or real(path))
+        monkeypatch.setattr(
+            Path,
+            "exists",
+            lambda path: path.name in host.modules if str(path.parent) == "/sys/module" else real(path),
+        )
         return host
 
     return make
 
 
-def result(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, Any]:
+def result(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, Any]:
     """What the program prints, with the exit code that it must have."""
-    assert recover_card.main([]) == code
+    assert recover_card.main(list(arguments)) == code
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document
 
@@ -68,6 +85,7 @@ def test_everything_in_its_order(make_host: Callable[..., Host], capsys: pytest.
     host = make_host({10: "v100-chat.service", 11: "v100-chat.service", 12: "nvidia-persistenced.service"})
     document = result(capsys, 0)
     assert [call for call in host.calls if "show" not in call] == [
+        LOOK,
         "systemctl stop v100-chat.service",
         "systemctl stop nvidia-persistenced.service",
         "nvidia-smi -pm 0",
@@ -77,7 +95,7 @@ def test_everything_in_its_order(make_host: Callable[..., Host], capsys: pytest.
         "systemctl restart nvidia-persistenced.service",
         "systemctl restart v100ctl-gpu-tuning.service",
         "systemctl restart v100-chat.service",
-        "nvidia-smi --query-gpu=index,uuid --format=csv,noheader",
+        LOOK,
     ]
     assert (document["problem"], document["needs"]) == ("", "")
     assert document["steps"] == ["users stopped", "persistence off", "unified memory reloaded", "cards reset", "users started"]
@@ -96,8 +114,60 @@ def test_what_was_stopped_is_started_whatever_fails(
 
 def test_a_card_that_does_not_answer_afterwards(make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]) -> None:
     host = make_host({})
-    host.fails = {"nvidia-smi --query-gpu=index,uuid --format=csv,noheader": recover_card.Problem("no answer")}
+    host.modules.remove("nvidia_uvm")
+    host.fails = {LOOK: recover_card.Problem("no answer")}
     assert result(capsys, 1)["needs"] == "reboot"
+
+
+def test_a_driver_that_hangs_is_left_alone(make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]) -> None:
+    host = make_host({10: "v100-chat.service"})
+    host.fails = {LOOK: recover_card.Problem("no answer within 60 s: the driver hangs", "reboot")}
+    document = result(capsys, 1)
+    assert (document["needs"], document["users"], host.calls) == ("reboot", [], [LOOK])
+
+
+def test_a_library_of_another_version_gets_its_module(make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]) -> None:
+    host = make_host({10: "v100-chat.service"})
+    host.fails = {LOOK: recover_card.Problem("Failed to initialize NVML: Driver/library version mismatch")}
+    document = result(capsys, 0)
+    assert document["steps"] == ["users stopped", "driver reloaded", "users started"]
+    assert [call for call in host.calls if call.split()[0] in ("rmmod", "modprobe")] == [
+        "rmmod nvidia_uvm",
+        "rmmod nvidia_modeset",
+        "rmmod nvidia",
+        "modprobe nvidia",
+        "modprobe nvidia_modeset",
+        "modprobe nvidia_uvm",
+    ]
+    # Nothing that asks the driver works before that.
+    assert "nvidia-smi -pm 0" not in host.calls
+
+
+def test_a_driver_that_is_not_loaded_is_loaded(make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]) -> None:
+    host = make_host({})
+    host.modules.clear()
+    document = result(capsys, 0)
+    assert document["steps"] == ["driver loaded", "users started"]
+    assert [call for call in host.calls if "show" not in call] == [
+        "modprobe nvidia",
+        "systemctl restart nvidia-persistenced.service",
+        "systemctl restart v100ctl-gpu-tuning.service",
+        LOOK,
+    ]
+    host.modules = {"nouveau"}
+    host.calls.clear()
+    assert (result(capsys, 1)["needs"], host.calls) == ("reboot", [])
+
+
+@pytest.mark.parametrize("arguments", [("--check",), ("--request", '{"check": true}')])
+def test_what_would_be_done_is_told_and_not_done(
+    arguments: tuple[str, ...], make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = make_host({10: "v100-chat.service"})
+    document = result(capsys, 0, *arguments)
+    assert document["users"] == ["v100-chat.service", "nvidia-persistenced.service"]
+    assert document["steps"][0] == "users stopped"
+    assert [call for call in host.calls if "show" not in call] == [LOOK]
 
 
 def test_a_card_off_the_bus_needs_a_power_cycle(make_host: Callable[..., Host], capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +181,7 @@ def test_users_that_are_no_service_are_left_alone(make_host: Callable[..., Host]
     host = make_host({10: "v100-chat.service", 77: ""})
     document = result(capsys, 1)
     assert "processes 77 use a card" in document["problem"]
-    assert (host.calls, document["users"], document["needs"]) == ([], [], "")
+    assert (host.calls, document["users"], document["needs"]) == ([LOOK], [], "")
 
 
 def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 
 Standard library only, Python >= 3.8; run it as root. It stops every service that uses a card of this host, and starts those again
 whatever comes of it. A user that is no service is named and left alone: then nothing was changed. Cards are reset together, since
-those that NVLink connects must be.
+those that NVLink connects must be. A driver that is not loaded is loaded; one whose library is of another version (packages were
+upgraded, and nobody rebooted) is taken out of the kernel, and the one that is installed takes its place.
 
 Prints one JSON document: ``steps`` that were taken, ``users`` that were stopped, ``problem`` (empty when the cards answer again),
-and ``needs`` (``power cycle``, ``reboot`` or nothing). Exit code 0 when the cards answer, else 1.
+and ``needs`` (``power cycle``, ``reboot`` or nothing). Exit code 0 when the cards answer, else 1. With ``--check`` nothing is
+changed: ``steps`` and ``users`` are what would be.
 """
 
 import argparse
@@ -28,6 +30,9 @@ LIMIT_S = 120
 LOOK_LIMIT_S = 60
 PERSISTENCED = "nvidia-persistenced.service"
 TUNING = "v100ctl-gpu-tuning.service"
+#: In the order in which they can be removed.
+MODULES = ("nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nvidia")
+MISMATCH = "Driver/library version mismatch"
 
 
 class Problem(Exception):
@@ -118,6 +123,44 @@ def look() -> None:
     run(["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"], LOOK_LIMIT_S)
 
 
+def loaded() -> "list[str]":
+    """The driver's modules that are loaded, in the order in which they can be removed."""
+    return [name for name in MODULES if Path("/sys/module", name).exists()]
+
+
+def sickness() -> str:
+    """What kind of help is needed: ``not loaded``, ``mismatch`` or nothing that the driver itself tells. Nothing is changed.
+
+    Raises:
+        Problem: the driver hangs, or something else holds the cards.
+    """
+    if "nvidia" not in loaded():
+        if Path("/sys/module/nouveau").exists():
+            raise Problem("the kernel's own driver nouveau holds the cards: `v100ctl provision` blacklists it", "reboot")
+        return "not loaded"
+    try:
+        look()
+    except Problem as error:
+        if error.needs:
+            raise
+        return "mismatch" if MISMATCH in str(error) else ""
+    return ""
+
+
+def reload_driver(document: "Document") -> None:
+    """The module that is installed in place of the one that is loaded.
+
+    Raises:
+        Problem: something still uses it, or the installed one does not load.
+    """
+    names = loaded()
+    for name in names:
+        run(["rmmod", name])
+    for name in reversed(names):
+        run(["modprobe", name])
+    document["steps"].append("driver reloaded")
+
+
 def mend(document: "Document") -> None:
     """Persistence off, unified memory reloaded, cards reset. A killed program may have left either unusable.
 
@@ -135,8 +178,8 @@ def mend(document: "Document") -> None:
     document["steps"].append("cards reset")
 
 
-def recover(document: "Document") -> None:
-    """All of it; ``document`` tells afterwards how far it went.
+def recover(document: "Document", check: bool = False) -> None:
+    """All of it; ``document`` tells afterwards how far it went, or with ``check`` how far it would go.
 
     Raises:
         Problem: the cards do not answer.
@@ -144,6 +187,14 @@ def recover(document: "Document") -> None:
     lost = lost_cards()
     if lost:
         raise Problem(f"{', '.join(lost)} fell off the bus: power the host off and on again", "power cycle")
+    sick = sickness()
+    if sick == "not loaded":
+        document["steps"].append("driver loaded")
+        if not check:
+            run(["modprobe", "nvidia"])
+            start(document)
+            look()
+        return
     users = card_users()
     loose = sorted(pid for pid, unit in users.items() if not unit)
     if loose:
@@ -151,13 +202,21 @@ def recover(document: "Document") -> None:
         raise Problem(f"processes {named} use a card and belong to no service: end them, then run this again")
     daemon = shows(PERSISTENCED, "ActiveState=active")
     units = sorted(set(users.values()) - {PERSISTENCED})
+    if check:
+        document["users"] += [*units, *((PERSISTENCED,) if daemon else ())]
+        reset = ["driver reloaded"] if sick == "mismatch" else ["persistence off", "unified memory reloaded", "cards reset"]
+        document["steps"] += ["users stopped", *reset, "users started"]
+        return
     try:
         for unit in (*units, *((PERSISTENCED,) if daemon else ())):
             # Remembered first: what is half stopped is started again too.
             document["users"].append(unit)
             run(["systemctl", "stop", unit])
         document["steps"].append("users stopped")
-        mend(document)
+        if sick == "mismatch":
+            reload_driver(document)
+        else:
+            mend(document)
     finally:
         start(document)
     look()
@@ -166,7 +225,8 @@ def recover(document: "Document") -> None:
 def start(document: "Document") -> None:
     """What was stopped, the last first, and the settings that a reset card has lost before those that compute."""
     stopped = list(reversed(document["users"]))
-    first = [unit for unit in stopped if unit == PERSISTENCED]
+    # It ends where no card answers, and then it has not been stopped here.
+    first = [PERSISTENCED] if PERSISTENCED in stopped or shows(PERSISTENCED, "UnitFileState=enabled") else []
     settings = [TUNING] if shows(TUNING, "UnitFileState=enabled") else []
     for unit in (*first, *settings, *(unit for unit in stopped if unit not in first)):
         try:
@@ -178,10 +238,13 @@ def start(document: "Document") -> None:
 
 def main(arguments: "list[str]") -> int:
     """The program; returns its exit code."""
-    argparse.ArgumentParser(description="Bring this host's cards back without a reboot.").parse_args(arguments)
+    parser = argparse.ArgumentParser(description="Bring this host's cards back without a reboot.")
+    parser.add_argument("--check", action="store_true", help="say what would be done; change nothing")
+    parser.add_argument("--request", type=json.loads, default={}, help='the same as JSON: {"check": true}')
+    options = parser.parse_args(arguments)
     document = {"steps": [], "users": [], "problem": "", "needs": ""}  # type: Document
     try:
-        recover(document)
+        recover(document, check=options.check or options.request.get("check") is True)
     except Problem as error:
         document["problem"] = str(error)
         document["needs"] = error.needs or ("reboot" if "users stopped" in document["steps"] else "")

@@ -80,6 +80,7 @@ def decide_driver(
         version=found if keep else exact,
         action="keep" if keep else "replace" if found else "install",
         source=words if not keep else "",
+        unloaded=keep and bool(cards) and not facts.nvidia.module_version,
     )
     rules += _state_rules(facts, found, installed, flavour, decision, volta=volta)
     rules += _mixed_rules(cards, volta=volta)
@@ -147,14 +148,21 @@ def _state_rules(
             "refuse",
             f"the loaded module is {found or 'absent'} and the user-space library is "
             f"{library if library and library != found else 'of another version'}: an upgrade went in without a reboot",
-            "reboot the host, then plan again",
+            "`v100ctl recover HOST`, which loads the installed one where only services use the cards; a reboot does too",
         )
     if smi.status == "timeout":
         yield Rule(
             "driver-wedged",
             "refuse",
             "`nvidia-smi` gave no answer within the probe's time: the driver hangs",
-            "look at `dmesg` for XID lines, then power the host off and on",
+            "reboot the host, and power it off and on where that hangs too; `dmesg` there has what the driver said last",
+        )
+    if decision.unloaded and not facts.nouveau.loaded:
+        yield Rule(
+            "driver-not-loaded",
+            "warn",
+            f"driver {found} is installed for the kernel that runs, and not loaded: no program reaches a card",
+            "`v100ctl provision` loads it, or reboots the host as `nvidia_driver_reboot` says",
         )
     # Beside a driver that answers it holds no card of ours.
     if facts.nouveau.loaded and smi.status != "ok":

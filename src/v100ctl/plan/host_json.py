@@ -44,6 +44,9 @@ def with_host_json(decided: HostPlan) -> HostPlan:
             for item in decided.instances
         },
     }
+    if decided.tuning is not None:
+        # One that is missing later has to be told from one that never was.
+        document["cards"] = [card.pci_address for card in decided.tuning.cards]
     if decided.driver is not None:
         document["driver"] = {"branch": decided.driver.branch, "packages": list(decided.driver.packages)}
     content = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

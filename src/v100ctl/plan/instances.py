@@ -19,6 +19,7 @@ from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
 from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
 from v100ctl.plan.models import model_path, model_specs
+from v100ctl.plan.rules.card_state import state_rules
 from v100ctl.plan.rules.engine import engine_rules
 from v100ctl.plan.rules.gpu import bus_rules, busy_rules, fabric_rules, others_bytes, presence_rules
 from v100ctl.plan.rules.host import distribution_of
@@ -176,6 +177,7 @@ class Planner:
                 self.instance_verdicts += problems
         chosen = {card.key for cards in self._chosen.values() for card in cards}
         self.host_verdicts += bus_rules(self._cards, chosen)
+        self.host_verdicts += state_rules(self._cards, chosen, self.facts, persistence=self.config.gpu_tuning_persistence)
         self.driver, verdicts = decide_driver(self.config, self.facts, self._cards, self._distribution, self.catalog, self.as_of)
         if self.driver is not None:
             serving = tuple(name for name in sorted(on_cards) if self.facts.process_of(unit_name(name)) is not None)

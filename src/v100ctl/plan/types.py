@@ -17,13 +17,14 @@ Verdict = Literal["ok", "warn", "refused"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One verdict of one rule: why, in numbers, and the nearest thing that would work."""
+    """One verdict of one rule: why, in numbers, and the nearest thing that would work. ``card`` is the key of the one meant."""
 
     id: str
     severity: Severity
     reason: str
     nearest: str | None = None
     instance: str | None = None
+    card: str | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ class DriverDecision:
         local_packages: The folder on the host for package files from the controller; empty where a repository brings them.
         signed, certificate: Whether modules are signed for Secure Boot, and the certificate that the firmware has to know.
         serving: Instances that run on cards now: a reboot or another driver under them stops their answers.
+        unloaded: The kept driver is installed and not loaded; it can be, by now or by a reboot.
     """
 
     branch: str
@@ -196,6 +198,7 @@ class DriverDecision:
     signed: bool = False
     certificate: str = ""
     serving: tuple[str, ...] = ()
+    unloaded: bool = False
 
 
 @dataclass(frozen=True)

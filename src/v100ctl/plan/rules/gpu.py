@@ -77,6 +77,7 @@ def bus_rules(cards: Sequence[HostCard], chosen: Collection[str]) -> Iterator[Ru
                 severity,
                 f"{where} answers all ones on the bus: it has fallen off (XID 79 in the kernel log says so)",
                 "power the host off and on; if it comes back, look at power cables, heat and risers",
+                card=card.key,
             )
             continue
         if card.passed_through:
@@ -85,6 +86,7 @@ def bus_rules(cards: Sequence[HostCard], chosen: Collection[str]) -> Iterator[Ru
                 severity if not chosen else "info",
                 f"{where} is bound to {card.gpu.kernel_driver}, so a virtual machine has it and the host's driver does not",
                 "take it out of the vfio configuration, or provision the virtual machine",
+                card=card.key,
             )
             continue
         if card.gpu.bar1_bytes == 0:
@@ -93,6 +95,7 @@ def bus_rules(cards: Sequence[HostCard], chosen: Collection[str]) -> Iterator[Ru
                 severity,
                 f"{where} got no address space for its memory (BAR1 is 0)",
                 "`Above 4G Decoding` on in the firmware, and `pci=realloc` on the kernel command line if that is not enough",
+                card=card.key,
             )
         yield from _link_rules(card, where)
 
@@ -112,6 +115,7 @@ def _link_rules(card: HostCard, where: str) -> Iterator[Rule]:
             f"{where} has a PCIe link of {speed_gts or '?'} GT/s x{width or '?'} instead of 8 GT/s x{row.pcie_width}: "
             "loading a model and sharing it between cards take longer",
             "a slot with 16 lanes to the processor, no riser; an idle card may show a lower speed than under load",
+            card=card.key,
         )
 
 
