@@ -112,7 +112,7 @@ def provision(
         if not check:
             _fetch([examined[name] for name in to_apply], reporter)
         # ansible-playbook stays the one way in which a host is changed, so `--check` shows Ansible's own view too.
-        with _alone_on([examined[name] for name in to_apply], reporter):
+        with alone_on([examined[name] for name in to_apply], reporter):
             applied = run_playbook(
                 "provision",
                 fleet.sources if fleet.document is None else fleet.document,
@@ -153,7 +153,7 @@ def _confirm_host_key(access: Access, reporter: Reporter) -> ConfirmHostKey:
 
 
 @contextlib.contextmanager
-def _alone_on(states: Sequence[Examined], reporter: Reporter) -> Iterator[None]:
+def alone_on(states: Sequence[Examined], reporter: Reporter) -> Iterator[None]:
     """Keeps another v100ctl of this account from changing the same hosts at the same time."""
     with contextlib.ExitStack() as held:
         # In one order for everybody: two runs over overlapping hosts must not wait for each other.

@@ -17,7 +17,9 @@ from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
 from v100ctl.fleet import FleetHost
 from v100ctl.plan.report import exit_code, plan_document
+from v100ctl.plan.types import Rule
 from v100ctl.provision import HostResult, ProvisionResult
+from v100ctl.recovery import RecoverResult, Recovery
 from v100ctl.serving import Completion
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
@@ -91,3 +93,19 @@ def test_a_schema_refuses_what_it_does_not_know() -> None:
     document["hosts"]["h1"]["surprise"] = 1
     with pytest.raises(jsonschema.ValidationError):
         validate(document, "plan")
+
+
+@pytest.mark.parametrize(
+    ("recovery", "code"),
+    [
+        (Recovery("well"), 0),
+        (Recovery("recovered", "none", "cards reset", steps=("cards reset",), users=("v100-chat.service",)), 0),
+        (Recovery("would-recover", "recover"), 0),
+        (Recovery("stopped", "power cycle", "off the bus", "power", left=(Rule("gpu-fallen-off", "refuse", "off", None),)), 1),
+        (Recovery("unreachable", message="no route"), 1),
+    ],
+)
+def test_recover(recovery: Recovery, code: int) -> None:
+    result = RecoverResult({"h1": recovery})
+    validate(result.to_json(), "recover")
+    assert result.exit_code == code

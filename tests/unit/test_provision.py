@@ -25,10 +25,10 @@ from v100ctl.provision import (
     HostResult,
     HostStatus,
     ProvisionResult,
-    _alone_on,
     _early_result,
     _refuse_many_restarts,
     _verdict_after,
+    alone_on,
     provision,
 )
 
@@ -88,10 +88,10 @@ def test_two_runs_do_not_change_one_host_at_once(tmp_path: Path, monkeypatch: py
     entered = threading.Event()
 
     def second() -> None:
-        with _alone_on([there], reporter):
+        with alone_on([there], reporter):
             entered.set()
 
-    with _alone_on([here], reporter):
+    with alone_on([here], reporter):
         thread = threading.Thread(target=second)
         thread.start()
         while "waiting for it" not in said.getvalue():

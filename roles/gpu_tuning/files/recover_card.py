@@ -8,7 +8,8 @@ upgraded, and nobody rebooted) is taken out of the kernel, and the one that is i
 
 Prints one JSON document: ``steps`` that were taken, ``users`` that were stopped, ``problem`` (empty when the cards answer again),
 and ``needs`` (``power cycle``, ``reboot`` or nothing). Exit code 0 when the cards answer, else 1. With ``--check`` nothing is
-changed: ``steps`` and ``users`` are what would be.
+changed: ``steps`` and ``users`` are what would be. Programs give ``--request JSON``, and the document alone tells them how it
+went.
 """
 
 import argparse
@@ -240,16 +241,16 @@ def main(arguments: "list[str]") -> int:
     """The program; returns its exit code."""
     parser = argparse.ArgumentParser(description="Bring this host's cards back without a reboot.")
     parser.add_argument("--check", action="store_true", help="say what would be done; change nothing")
-    parser.add_argument("--request", type=json.loads, default={}, help='the same as JSON: {"check": true}')
+    parser.add_argument("--request", type=json.loads, help='the same as JSON, for programs: {"check": true}; ends with 0')
     options = parser.parse_args(arguments)
     document = {"steps": [], "users": [], "problem": "", "needs": ""}  # type: Document
     try:
-        recover(document, check=options.check or options.request.get("check") is True)
+        recover(document, check=options.check or bool(options.request and options.request.get("check")))
     except Problem as error:
         document["problem"] = str(error)
         document["needs"] = error.needs or ("reboot" if "users stopped" in document["steps"] else "")
     print(json.dumps(document))
-    return 1 if document["problem"] else 0
+    return 1 if document["problem"] and options.request is None else 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("v100ctl.cli.init", "Make a fleet folder to start from."),
     "plan": ("v100ctl.cli.plan", "Show what would change on which host and why; touch nothing."),
     "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
+    "recover": ("v100ctl.cli.recover", "Bring a host's cards back without a reboot, or say what alone helps."),
     "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
     "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),
     "lab": ("v100ctl.cli.lab", "Test hosts with fake V100s: up, list, ssh, fault, down."),

@@ -83,7 +83,8 @@ def command(
         ignored = [option for name, option in _WITHOUT_INVENTORY.items() if source(name) is not ParameterSource.DEFAULT]
         if ignored:
             raise UsageError(f"{', '.join(ignored)}: only with --model; else the inventory says it")
-        fleet = _named(hosts, targets) if targets else hosts.fleet()
+        serve = "say what it shall serve: `v100ctl provision user@host --model PATH --model-sha256 HEX`"
+        fleet = named_hosts(hosts, targets, otherwise=serve) if targets else hosts.fleet()
     else:
         if not targets:
             raise UsageError(
@@ -122,23 +123,32 @@ def command(
     return result.exit_code
 
 
-def _named(hosts: HostOptions, targets: tuple[str, ...]) -> Fleet:
-    """The hosts of the inventory that were named."""
+def named_hosts(hosts: HostOptions, targets: tuple[str, ...], *, otherwise: str = "") -> Fleet:
+    """The hosts of the inventory that were named.
+
+    Args:
+        hosts: The inventory.
+        targets: Names in it.
+        otherwise: What to do for a host without an inventory.
+
+    Raises:
+        InventoryError: there is no inventory, or it has no such host.
+    """
     import dataclasses
 
     from v100ctl.fleet import inventory_is_named
 
-    serve = "say what it shall serve: `v100ctl provision user@host --model PATH --model-sha256 HEX`"
+    instead = f", or {otherwise}" if otherwise else ""
     if not hosts.inventory and not inventory_is_named():
         raise InventoryError(
-            f"there is no inventory that says what {', '.join(targets)} shall serve", hint=f"name one with `-i`, or {serve}"
+            f"there is no inventory that says what {', '.join(targets)} shall serve", hint=f"name one with `-i`{instead}"
         )
     fleet = hosts.fleet()
     unknown = [target for target in targets if target not in fleet.hosts]
     if unknown:
         raise InventoryError(
             f"the inventory {', '.join(fleet.sources)} has no host {', '.join(unknown)}",
-            hint=f"add it there, or {serve}",
+            hint=f"add it there{instead}",
         )
     return dataclasses.replace(fleet, hosts={name: fleet.hosts[name] for name in targets})
 
