@@ -109,6 +109,25 @@ class CudaSizes(Row):
     release_bytes: int
 
 
+class LlamaCppProof(Row):
+    """What a build with CUDA logs about its cards, as regular expressions, and at which verbosity.
+
+    ``all_layers``: every layer is on cards; ``some_layers``: ``LAYERS`` of them are there; ``not_all_layers``: some are not.
+    Those lines come with at least ``verbosity`` for ``flag``. ``forbidden`` are errors, which always come; ``disabled_by`` are
+    flags that keep all of it out of the log.
+    """
+
+    source: str
+    flag: str
+    verbosity: int
+    verbose: tuple[str, ...]
+    disabled_by: tuple[str, ...]
+    all_layers: str
+    some_layers: str
+    not_all_layers: str
+    forbidden: tuple[str, ...]
+
+
 class LlamaCppBuild(Row):
     """One build of llama.cpp that can be compiled and launched."""
 
@@ -133,6 +152,7 @@ class LlamaCppBuild(Row):
     #: Whether a CUDA build of it splits single tensors over cards (``--split-mode row``); the parser takes the word either way.
     cuda_row_split: bool
     health_path: str
+    proof: LlamaCppProof
     #: Words that this build refuses and that tutorials use -> what says the same to it.
     former_flags: dict[str, str] = Field(default_factory=dict)
 

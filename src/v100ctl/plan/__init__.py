@@ -32,7 +32,7 @@ from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, limit_rules, space_rules
 from v100ctl.plan.rules.instance import fleet_of_one_rules
 from v100ctl.plan.types import Account, Directory, HostPlan, Unit
-from v100ctl.plan.units import DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
+from v100ctl.plan.units import BASELINES_DIR, DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
 
 __all__ = [
     "DIGEST_VARIABLE",
@@ -167,6 +167,7 @@ def _directories() -> tuple[Directory, ...]:
         Directory(account.home),
         Directory(MODELS_DIR),
         Directory(f"{account.home}/state"),
+        Directory(BASELINES_DIR),
     )
 
 

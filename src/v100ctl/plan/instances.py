@@ -58,6 +58,7 @@ from v100ctl.plan.types import (
     Instance,
     ManagedFile,
     Model,
+    Proof,
     Release,
     Rule,
     TuningDecision,
@@ -68,6 +69,15 @@ from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_nam
 _BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 #: Engines that are planned and that no role installs.
 _ENGINES_WITHOUT_ROLE = ("vllm", "external")
+
+
+def _with_memory(instance: Instance, chosen: Sequence[HostCard]) -> Proof:
+    """An instance's proof with what it holds at least of each card: its weights lie there before it answers."""
+    if not instance.proof.on_cards:
+        return instance.proof
+    budgets = {card.gpu.uuid: instance.budgets.get(card.key) for card in chosen if card.gpu.uuid}
+    least = {uuid: budget.weights_bytes if budget else 0 for uuid, budget in budgets.items()}
+    return dataclasses.replace(instance.proof, least_bytes=least)
 
 
 class Planner:
@@ -153,6 +163,8 @@ class Planner:
                     decode_ceiling_tps=found.decode_ceiling_tps or None,
                     published=speeds_like(found.header.architecture, found.header.file_bytes),
                 )
+        for name, instance in self.instances.items():
+            self.instances[name] = dataclasses.replace(instance, proof=_with_memory(instance, self._chosen.get(name, ())))
 
     # Cards, driver, CUDA
 
@@ -247,6 +259,7 @@ class Planner:
                 model_path=model.path,
                 alias=alias,
                 draft_model_path=self._draft_path(spec),
+                parser=self.catalog.llama_cpp_parser(row.build),
             )
         except llama_cpp.UnspelledSettingError as error:
             self.instance_verdicts.append(unspelled_rule(name, row, error, self.catalog))
@@ -270,6 +283,7 @@ class Planner:
             health_path=row.health_path,
             context_length=llama_cpp.context_per_request(spec.settings),
             parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
+            proof=llama_cpp.proof(self.config, spec, row, self.catalog.llama_cpp_parser(row.build)),
         )
 
     def _decide_vllm(self, name: str, spec: InstanceSpec, model: Model) -> None:
@@ -317,6 +331,8 @@ class Planner:
             health_path=row.health_path,
             context_length=vllm.context_per_request(spec.settings),
             parallel=vllm.requests_at_once(spec.settings, row),
+            # It computes nowhere else, and says nothing about its cards that every version words alike.
+            proof=Proof(on_cards=True),
         )
         computed = vllm.moves_memory(spec.extra_args, row) is None
         if header is not None and header.format == "safetensors" and cards and computed:
@@ -351,6 +367,7 @@ class Planner:
         health_path: str,
         context_length: int,
         parallel: int,
+        proof: Proof,
     ) -> None:
         file, complete, digest = render_unit(
             name,
@@ -380,6 +397,7 @@ class Planner:
             parallel=parallel,
             parser_argv=llama_cpp.parser_argv(argv) if spec.engine == "llama_cpp" else (),
             gpus=tuple(card.key for card in self._chosen.get(name, ())),
+            proof=proof,
         )
 
     def _memory_cards(self, chosen: Sequence[HostCard], *, margin_bytes: int = MARGIN_BYTES) -> tuple[vram.Card, ...]:

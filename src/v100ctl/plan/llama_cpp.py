@@ -13,7 +13,7 @@ from v100ctl.catalog import Distribution, LlamaCppBuild, LlamaCppParser, ParserF
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec, Settings
 from v100ctl.plan.argv import ArgvProblem
-from v100ctl.plan.types import Release
+from v100ctl.plan.types import Proof, Release
 
 ENGINES_DIR = "/opt/v100ctl/engines"
 #: Bumped when the build script lays a release out differently, so that an old copy in a cache is not taken for a new one.
@@ -173,6 +173,7 @@ def argv(
     model_path: str,
     alias: str,
     draft_model_path: str | None = None,
+    parser: LlamaCppParser | None = None,
 ) -> tuple[str, ...]:
     """The exact words that start the server.
 
@@ -185,6 +186,7 @@ def argv(
         model_path: Where the model lies there.
         alias: The name under which it is served.
         draft_model_path: Where the draft model lies, for ``speculative: {kind: draft}``.
+        parser: The build's parser, which tells what ``extra_args`` say about the log.
 
     Raises:
         UnspelledSettingError: this build has no words for a setting that was asked for.
@@ -204,7 +206,40 @@ def argv(
         words += spelled
     for extra in row.flags.always:
         words += extra
+    if config.llama_cpp_backend == "cuda" and spec.settings.log_requests is not False and _verbosity(spec, row, parser) is None:
+        words += [row.proof.flag, str(row.proof.verbosity)]
     return (*words, *spec.extra_args)
+
+
+def _verbosity(spec: InstanceSpec, row: LlamaCppBuild, parser: LlamaCppParser | None) -> int | None:
+    """How much an instance logs by its ``extra_args``, in the engine's own measure; ``None`` where they do not say."""
+    found: int | None = None
+    if parser is None:
+        return 0 if spec.extra_args else None
+    for _, flag, values in split_argv(spec.extra_args, parser):
+        names = set(flag.words) if flag else set()
+        if row.proof.flag in names:
+            found = int(values[0]) if values and values[0].lstrip("-").isdigit() else 0
+        elif names & set(row.proof.verbose):
+            found = row.proof.verbosity
+        elif names & set(row.proof.disabled_by):
+            return 0
+    return found
+
+
+def proof(config: HostConfig, spec: InstanceSpec, row: LlamaCppBuild, parser: LlamaCppParser | None) -> Proof:
+    """What a running server has to have said about its cards. A log that is kept short on purpose can only be free of errors."""
+    if config.llama_cpp_backend != "cuda":
+        return Proof()
+    verbosity = 0 if spec.settings.log_requests is False else _verbosity(spec, row, parser)
+    layers = ALL_LAYERS if spec.settings.gpu_layers is None else spec.settings.gpu_layers
+    must: tuple[str, ...] = ()
+    must_not = row.proof.forbidden
+    if verbosity is None or verbosity >= row.proof.verbosity:
+        whole = layers >= ALL_LAYERS
+        must = (row.proof.all_layers if whole else row.proof.some_layers.replace("LAYERS", str(layers)),)
+        must_not += (row.proof.not_all_layers,) if whole else ()
+    return Proof(on_cards=layers > 0, must_log=must, must_not_log=must_not)
 
 
 def parser_argv(argv: Sequence[str]) -> tuple[str, ...]:

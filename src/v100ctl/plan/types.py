@@ -257,6 +257,23 @@ class TuningDecision:
 
 
 @dataclass(frozen=True)
+class Proof:
+    """How a running instance shows that it computes where it shall.
+
+    Attributes:
+        on_cards: Whether it has to hold memory of its cards.
+        must_log: Regular expressions, each of which some line has to match that the unit has logged since its start.
+        must_not_log: Regular expressions that none of those lines may match.
+        least_bytes: What it holds at least of each card's memory once it serves, by UUID; 0 where nobody has computed it.
+    """
+
+    on_cards: bool = False
+    must_log: tuple[str, ...] = ()
+    must_not_log: tuple[str, ...] = ()
+    least_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Instance:
     """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
 
@@ -264,6 +281,7 @@ class Instance:
     computed is ``None``: ``largest_context_length`` (tokens per request that still fit) and ``decode_ceiling_tps`` (tokens per
     second that the cards' memory bandwidth allows one stream). ``published`` are figures that others gave for the like.
     ``parser_argv`` makes the engine read its command line and end, without a model or a card; empty where it cannot.
+    ``proof`` says how it is seen that the cards do the work.
     """
 
     name: str
@@ -288,6 +306,7 @@ class Instance:
     largest_context_length: int | None = None
     decode_ceiling_tps: float | None = None
     published: tuple[PublishedSpeed, ...] = ()
+    proof: Proof = Proof()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from v100ctl.plan.types import Account, ManagedFile
 LIMIT_NOFILE = 1048576
 #: Loading a model from a slow disk takes minutes, and so does the first start after a reboot.
 START_TIMEOUT_S = 600
+#: How fast each instance was when it was proved: NAME.json. Measured, so no part of the plan.
+BASELINES_DIR = "/var/lib/v100ctl/state/baselines"
 #: The name under which a process carries the digest of the plan that started it.
 DIGEST_VARIABLE = "V100CTL_INSTANCE_DIGEST"
 
