@@ -432,12 +432,17 @@ def _stale_reasons(process: ProcessFacts, *, digest: str, argv: Sequence[str], u
     """Why a running process is not the planned one: what, expected, actual. Nothing when it is."""
     if process.environ.get(DIGEST_VARIABLE) != digest:
         yield "stale", f"digest {digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
-    elif process.executable_deleted or not _is_program(process.executable, argv[0]):
+    elif process.executable_deleted or not (_is_script(process, argv) or _is_program(process.executable, argv[0])):
         yield "executable", argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
-    elif list(process.argv) != list(argv):
+    elif list(process.argv) != list(argv) and not _is_script(process, argv):
         yield "argv", shlex.join(argv), shlex.join(process.argv)
     if process.user != user:
         yield "user", user, process.user
+
+
+def _is_script(process: ProcessFacts, planned: Sequence[str]) -> bool:
+    """Whether ``planned`` is a script that its interpreter runs: the kernel puts the words of its first line before its own."""
+    return len(process.argv) > len(planned) and list(process.argv[-len(planned) :]) == list(planned)
 
 
 def _is_program(executable: str, planned: str) -> bool:

@@ -135,6 +135,50 @@ class ModelSpec(_Config):
         return re.sub(r"[^A-Za-z0-9._+-]", "_", source.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
+class ExternalSource(_Config):
+    """Where an engine that the user brings comes from. Exactly one of ``path``, ``url`` and ``from_controller``.
+
+    ``path`` is a file that is on the host already. The others are fetched by the controller and copied to the host.
+    """
+
+    path: AbsolutePath | None = None
+    url: str | None = None
+    from_controller: Annotated[str, AfterValidator(_controller_path)] | None = None
+    sha256: Sha256
+    size_bytes: int | None = Field(default=None, gt=0)
+    kind: Literal["file", "archive"] = Field(description="file: one program; archive: .tar, .tar.gz, .tar.bz2, .tar.xz or .zip")
+    strip_components: int = Field(default=0, ge=0, le=16, description="leading folders of an archive's paths to leave out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_image(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("kind") in ("image", "container", "oci"):
+            raise ValueError(
+                "a container image is not supported: a container manager starts the server outside the unit's own control group, "
+                "so that its limits, its stop and the audit would not hold. Give its files as an archive"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("path", "url", "from_controller") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of `path`, `url`, `from_controller` (found: {', '.join(given) or 'none'})")
+        if self.url is not None and not re.fullmatch(r"https?://[^\s/?#]+\S*", self.url):
+            raise ValueError("`url` must start with https:// or http://, name a host and hold no blanks")
+        if self.kind == "file" and self.strip_components:
+            raise ValueError("`strip_components` belongs to `kind: archive`")
+        if not self.file_name:
+            raise ValueError("the source must name a file")
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """The file's own name; a single program lies under it in ``bin/`` of its release."""
+        source = self.path or self.from_controller or (self.url or "").split("?", 1)[0]
+        return re.sub(r"[^A-Za-z0-9._+-]", "_", source.rsplit("/", 1)[-1]).lstrip(".")
+
+
 class Sampling(_Config):
     """The server's defaults for requests that do not say."""
 
@@ -224,10 +268,127 @@ class Settings(_Config):
         return self
 
 
+#: What words of an external engine's command line and environment may hold in braces, beside settings.
+_PLACEHOLDERS = ("release", "model", "draft_model", "alias", "listen", "port", "gpu_count")
+PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
+
+
+def _setting_names(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+    for name, field_info in model.model_fields.items():
+        kinds = [kind for kind in typing.get_args(field_info.annotation) if isinstance(kind, type)]
+        nested = next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
+        if nested is None:
+            yield f"{prefix}{name}"
+        elif nested is not ModelSpec:
+            yield from _setting_names(nested, f"{prefix}{name}.")
+
+
+#: Every name that may stand in braces. A setting inside another is named with a dot: ``{speculative.depth}``.
+PLACEHOLDERS: tuple[str, ...] = (*_PLACEHOLDERS, *_setting_names())
+
+
+def _template(value: str) -> str:
+    value = _without_nul(value)
+    for name in PLACEHOLDER.findall(value):
+        if name not in PLACEHOLDERS:
+            near = difflib.get_close_matches(name.lower(), PLACEHOLDERS, n=1)
+            meant = (
+                f": did you mean `{{{near[0]}}}`?" if near else f". Known: {', '.join(_PLACEHOLDERS)}, and the settings' names"
+            )
+            raise ValueError(f"`{{{name}}}` is no placeholder{meant}")
+    return value
+
+
+def _expression(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if not value or "\n" in value:
+        raise ValueError("a regular expression for one line of the log must not be empty or hold a line break")
+    return value
+
+
+#: Names of flags and variables whose value is a secret: ``--api-key``, ``HF_TOKEN``. A name such as ``--max-tokens`` is none.
+_SECRET_NAME = re.compile(
+    r"(^|[-_])(api[-_]?key|secret([-_]?key)?|password|passwd|credentials?|(hf|hub|auth|access|bearer|api)[-_]token)$|^token$",
+    re.IGNORECASE,
+)
+
+
+def names_a_secret(word: str) -> bool:
+    """Whether a flag (``--api-key``, ``--api-key=...``) or an environment variable of this name would hold a secret."""
+    return _SECRET_NAME.search(word.partition("=")[0].lstrip("-")) is not None
+
+
+#: The plan decides which cards a process sees, and the digest by which it is known.
+_OWN_ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+Template = Annotated[str, AfterValidator(_template)]
+LogExpression = Annotated[str, AfterValidator(_expression)]
+UrlPath = Annotated[str, Field(pattern=r"^/[!-~]*$")]
+Version = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)*$")]
+
+
+class ExternalEngine(_Config):
+    """An engine that the user brings: where it comes from, how it is started, and what it needs.
+
+    What is left out is taken from the instance's profile, where that is one for an external engine. Words of ``argv``, ``check``
+    and ``env`` may hold placeholders (:data:`PLACEHOLDERS`); no shell reads them.
+    """
+
+    source: ExternalSource
+    licence: str | None = Field(default=None, min_length=1)
+    backend: Literal["cuda", "cpu"] = "cuda"
+    cuda_architectures: str = Field(default="70", pattern=r"^[0-9]{2,3}(;[0-9]{2,3})*$")
+    argv: tuple[Template, ...] | None = Field(default=None, min_length=1)
+    check: tuple[Template, ...] | None = Field(
+        default=None, min_length=1, description="a command that ends with status 0 where the engine can start at all"
+    )
+    env: dict[str, Template] = {}
+    visible_devices: Literal["uuid", "index"] = "uuid"
+    health_path: UrlPath | None = None
+    completion_path: UrlPath = "/v1/chat/completions"
+    must_log: tuple[LogExpression, ...] | None = None
+    must_not_log: tuple[LogExpression, ...] = ()
+    min_driver: Version | None = None
+    min_cuda: Version | None = Field(default=None, description="the CUDA version that the driver has to know")
+    min_glibc: Version | None = None
+
+    @model_validator(mode="after")
+    def _starts_a_program(self) -> Self:
+        for name in ("argv", "check"):
+            words = getattr(self, name)
+            if words and not words[0].startswith(("{release}/", "/")):
+                raise ValueError(
+                    f"the first word of `{name}` must be a program: `{{release}}/...`, or an absolute path on the host"
+                )
+            secret = next((word for word in words or () if word.startswith("-") and names_a_secret(word)), None)
+            if secret:
+                flag = secret.partition("=")[0]
+                raise ValueError(
+                    f"`{flag}` in `{name}` would show a secret to every user of the host, in reports and in the unit"
+                )
+            if any(".." in word.split("/") for word in words or () if word.startswith("{release}/")):
+                raise ValueError(f"a path of `{name}` must not lead out of the release with `..`")
+        for word in self.check or ():
+            other = [name for name in PLACEHOLDER.findall(word) if name != "release"]
+            if other:
+                raise ValueError(f"`check` runs before there is an instance: it knows `{{release}}` and not `{{{other[0]}}}`")
+        for name in self.env:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"`{name}` in `env` is no name of an environment variable")
+            if names_a_secret(name):
+                raise ValueError(f"`{name}` in `env` would show a secret to every user of the host, in reports and in the unit")
+            if name in _OWN_ENVIRONMENT or name.startswith("V100CTL_"):
+                raise ValueError(f"`{name}` is set by the plan, from `gpus` of the instance")
+        return self
+
+
 class InstanceSpec(_Config):
     """One served model on a host."""
 
     engine: Literal["llama_cpp", "vllm", "external"] = "llama_cpp"
+    external: str | None = Field(default=None, description="for `engine: external`: its name in `external_engine_definitions`")
     profile: str | None = None
     model: ModelSpec
     gpus: tuple[int | str, ...] | None = None
@@ -247,6 +408,15 @@ def _instance_names(value: Mapping[str, InstanceSpec]) -> Mapping[str, InstanceS
         if not INSTANCE_NAME.fullmatch(name):
             raise ValueError(
                 f"instance name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (a unit is named after it)"
+            )
+    return value
+
+
+def _engine_names(value: Mapping[str, ExternalEngine]) -> Mapping[str, ExternalEngine]:
+    for name in value:
+        if not INSTANCE_NAME.fullmatch(name):
+            raise ValueError(
+                f"engine name {name!r}: use 1 to 32 lower-case letters, digits and inner hyphens (a folder is named after it)"
             )
     return value
 
@@ -277,12 +447,13 @@ class HostConfig(BaseModel):
     llama_cpp_cuda_architectures: str = Field(pattern=r"^[0-9]{2,3}(-real|-virtual)?(;[0-9]{2,3}(-real|-virtual)?)*$")
     llama_cpp_force_mmq: bool
     llama_cpp_build_on: str = Field(min_length=1)
+    external_engine_definitions: Annotated[dict[str, ExternalEngine], AfterValidator(_engine_names)]
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "vllm_")
+VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "vllm_", "external_engine")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

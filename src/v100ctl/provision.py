@@ -238,10 +238,11 @@ def _refuse_many_restarts(states: Mapping[str, Examined]) -> None:
 
 def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
     """Fetch what comes through the controller before any host is touched: a failure here leaves every host as it was."""
-    from v100ctl.artifacts import Cache, fetch_model, fetch_source
+    from v100ctl.artifacts import Cache, fetch_engine, fetch_model, fetch_source
 
     models = {}
     builds = {}
+    engines = {}
     for state in states:
         if state.plan is None or state.facts is None:
             continue
@@ -252,19 +253,25 @@ def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
                 models[model.sha256] = model
         for release in state.plan.releases:
             on_host = state.facts.release(release.path)
-            if on_host is None or on_host.problem:
+            if on_host is not None and not on_host.problem:
+                continue
+            if release.engine == "llama_cpp":
                 builds[release.build_id] = release
+            elif release.engine == "external" and release.build["source"]["kind"] != "host":
+                engines[release.build_id] = release
 
     def progress(done_bytes: int, total_bytes: int | None, label: str) -> None:
         reporter.host_progress("", label, done_bytes, total_bytes, "bytes")
 
     cache = Cache()
     wanted_builds = [release for release in builds.values() if cache.find_release(release.build_id, reporter.note) is None]
-    if not models and not wanted_builds:
+    if not models and not wanted_builds and not engines:
         return
     with reporter.phase("fetching what the hosts need"):
         for model in models.values():
             fetch_model(plain_data(model), progress, note=reporter.note)
+        for release in engines.values():
+            fetch_engine(release.build, progress, note=reporter.note)
         for release in wanted_builds:
             fetch_source(release.build, progress, note=reporter.note)
         reporter.host_idle("")

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests.toy_engine import build_spec, load_script, source_files, write_archive
-from v100ctl.artifacts import Cache, fetch_model, fetch_source
+from v100ctl.artifacts import Cache, fetch_engine, fetch_model, fetch_source
 from v100ctl.artifacts import download as download_module
 from v100ctl.artifacts.cache import sha256_file
 from v100ctl.artifacts.package_index import explain_pip
@@ -165,6 +165,29 @@ class TestDownload:
         with pytest.raises(ArtifactError, match=f"has sha256 {sha256(CONTENT + b'!')} instead of {sha256(CONTENT)}"):
             fetch_model(model(server), cache=cache)
         assert entries(cache) == []
+
+    def test_the_file_of_an_engine_is_fetched_once(self, server: Server, cache: Cache) -> None:
+        server.files["/e.tar.gz"] = CONTENT
+        build = {"sha256": sha256(CONTENT), "size_bytes": None, "source": {"kind": "url", "url": f"{server.url}/e.tar.gz"}}
+        path = fetch_engine(build, cache=cache)
+        assert path.read_bytes() == CONTENT
+        assert fetch_engine(build, cache=cache) == path
+        assert len(server.requests) == 1
+        server.files["/e.tar.gz"] = CONTENT[:-1]
+        with pytest.raises(ArtifactError, match="nothing of it was kept"):
+            fetch_engine({**build, "sha256": "00" * 32}, cache=cache)
+        assert entries(cache) == [f"engines/{sha256(CONTENT)}", f"engines/{sha256(CONTENT)}.sha256"]
+
+    def test_the_users_own_engine_is_used_where_it_lies(self, tmp_path: Path, cache: Cache) -> None:
+        own = tmp_path / "engine"
+        own.write_bytes(CONTENT)
+        build = {"sha256": sha256(CONTENT), "size_bytes": None, "source": {"kind": "controller", "path": str(own)}}
+        assert fetch_engine(build, cache=cache) == own
+        with pytest.raises(ArtifactError, match=r"has sha256 .* instead of 0000"):
+            fetch_engine({**build, "sha256": "00" * 32}, cache=cache)
+        own.unlink()
+        with pytest.raises(ArtifactError, match=r"the engine's file .* does not exist"):
+            fetch_engine(build, cache=cache)
 
     def test_refusal_is_not_repeated(self, server: Server, cache: Cache) -> None:
         with pytest.raises(ArtifactError, match="answered 404"):

@@ -237,6 +237,10 @@ def test_a_removed_instance_is_pending_until_it_is_gone() -> None:
         # /opt/v100ctl is a link to another disk: the kernel names the program by its real path.
         (changed_process(executable=f"/data{PROCESS['executable']}"), []),
         (changed_process(executable=f"{PROCESS['executable']}-other"), ["chat"]),
+        # A script: the kernel runs its interpreter, with the words of its first line before its own.
+        (changed_process(executable="/usr/bin/python3.11", argv=["/usr/bin/python3", "-B", *PROCESS["argv"]]), []),
+        (changed_process(executable="/usr/bin/python3.11", argv=["/usr/bin/python3", *PROCESS["argv"], "--more"]), ["chat"]),
+        (changed_process(executable="/usr/bin/python3.11", executable_deleted=True, argv=["py", *PROCESS["argv"]]), ["chat"]),
         # Enabling and reloading a unit restart nothing.
         ({"units": {UNIT: {"unit_file_state": "disabled", "need_daemon_reload": True}}}, []),
         # A mode that was changed needs no restart: the process is the planned one.

@@ -11,7 +11,18 @@ import yaml
 from pydantic import BaseModel
 
 from v100ctl.catalog.profiles import load_profiles
-from v100ctl.fleet import HostConfig, InstanceSpec, ModelSpec, RopeScaling, Sampling, Settings, load_fleet, role_defaults
+from v100ctl.fleet import (
+    ExternalEngine,
+    ExternalSource,
+    HostConfig,
+    InstanceSpec,
+    ModelSpec,
+    RopeScaling,
+    Sampling,
+    Settings,
+    load_fleet,
+    role_defaults,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "inventory/example"
 TEXT = (EXAMPLE / "group_vars/all.yml").read_text()
@@ -27,7 +38,7 @@ def test_the_example_is_read() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [HostConfig, InstanceSpec, ModelSpec, Settings, Sampling, RopeScaling],
+    [HostConfig, ExternalEngine, ExternalSource, InstanceSpec, ModelSpec, Settings, Sampling, RopeScaling],
     ids=lambda model: model.__name__,
 )
 def test_every_key_is_named(names: type[BaseModel]) -> None:
@@ -47,11 +58,18 @@ def test_variables_stand_there_with_their_defaults() -> None:
 
 def test_settings_that_are_commented_out_can_be_taken() -> None:
     commented = {name: yaml.safe_load(value) for name, value, _ in COMMENTED.findall(TEXT)}
-    instance = {name: commented.pop(name) for name in ("profile", "gpus", "api_keys")}
+    instance = {name: commented.pop(name) for name in ("profile", "external", "gpus", "api_keys")}
     written = yaml.safe_load(TEXT)["llm_server_instances"]["chat"]
     settings = Settings.model_validate(written["settings"] | commented)
     assert set(settings.model_dump(exclude_none=True)) == set(Settings.model_fields)
     InstanceSpec.model_validate(written | instance)
+
+
+def test_the_engine_that_is_commented_out_can_be_taken() -> None:
+    lines = TEXT.partition("external_engine_definitions: {}\n")[2].partition("\n\n")[0].splitlines()
+    (engine,) = yaml.safe_load("\n".join(line.removeprefix("#") for line in lines)).values()
+    engine["source"]["from_controller"] = "/x"
+    assert set(ExternalEngine.model_validate(engine).model_dump(exclude_unset=True)) == set(ExternalEngine.model_fields)
 
 
 def test_every_profile_is_named() -> None:

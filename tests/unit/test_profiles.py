@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.device import shapes
 from v100ctl.catalog import Catalog, load_catalog
 from v100ctl.catalog.profiles import Profile, ProfileModel, load_profiles
 from v100ctl.catalog.profiles_page import markdown
-from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.fleet import PLACEHOLDER, PLACEHOLDERS, InstanceSpec, Settings
 from v100ctl.models.types import ModelHeader, Tensor
 from v100ctl.plan import llama_cpp, vllm, vram
 from v100ctl.plan.profiles import (
@@ -25,7 +24,6 @@ from v100ctl.plan.profiles import (
     UnknownProfileError,
     applied,
     card_rules,
-    external_engine_rules,
     resolve,
 )
 
@@ -222,36 +220,11 @@ def test_a_card_below_what_the_profile_is_made_for(catalog: Catalog, profile: st
         assert rules[0].nearest
 
 
-@pytest.mark.parametrize(
-    ("driver", "glibc", "ids"),
-    [
-        ("535.309.01", "2.36", ["external-engine-driver"]),
-        ("535", "2.36", ["external-engine-driver"]),
-        ("570", "2.36", []),
-        ("580.159.04", "2.35", []),
-        ("580.159.04", "2.31", ["external-engine-glibc"]),
-        ("", "", []),
-    ],
-)
-def test_the_public_release_of_an_external_engine_needs_a_newer_driver(
-    catalog: Catalog, driver: str, glibc: str, ids: list[str]
-) -> None:
-    rules = list(external_engine_rules("chat", catalog.profiles["pxq-16gb-256k"], driver=driver, glibc=glibc))
-    assert [rule.id for rule in rules] == ids
-    if "external-engine-driver" in ids:
-        assert f"needs driver 570 or newer; the host has {driver}" in rules[0].reason
-        assert "580" in (rules[0].nearest or "")
-
-
-def test_engines_of_our_own_need_nothing_of_an_external_one(catalog: Catalog) -> None:
-    assert not list(external_engine_rules("chat", catalog.profiles["llama-16gb-latency"], driver="535", glibc="2.31"))
-
-
 def test_the_template_of_an_external_engine_knows_its_words() -> None:
     external = load_profiles()["pxq-16gb-256k"].external
     assert external is not None
-    names = {name for word in external.argv for name in re.findall(r"\{(\w+)\}", word)}
-    assert names - {"release", "model", "listen", "port"} <= set(Settings.model_fields)
+    names = {name for word in external.argv for name in PLACEHOLDER.findall(word)}
+    assert {"release", "model", "listen", "port"} <= names <= set(PLACEHOLDERS)
 
 
 ARGV = yaml.safe_load((Path(__file__).parent / "profile_argv.yml").read_text())

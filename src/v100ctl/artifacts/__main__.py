@@ -2,6 +2,7 @@
 
 Prints one JSON object. An error goes to stderr with its hint, and the exit status is 1.
 
+``fetch-engine``  a specification of an engine that the user brings -> ``{"path", "size_bytes", "notes"}``
 ``fetch-source``  a build specification -> ``{"path", "sha256", "size_bytes", "notes"}``
 ``fetch-model``   a planned model -> ``{"path", "size_bytes", "notes"}``
 ``find-release``  ``{"build_id", "host"}`` -> ``{"found", "path", "sha256", "size_bytes", "incoming", "notes"}``
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from v100ctl.artifacts.cache import Cache, sha256_file
-from v100ctl.artifacts.fetch import fetch_model, fetch_source
+from v100ctl.artifacts.fetch import fetch_engine, fetch_model, fetch_source
 from v100ctl.errors import EXIT_ERROR, EXIT_OK, V100ctlError
 
 
@@ -32,6 +33,9 @@ def answer(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
     notes: list[str] = []
     if verb == "fetch-model":
         path = fetch_model(given, note=notes.append, cache=cache)
+        return {"path": str(path), "size_bytes": path.stat().st_size, "notes": notes}
+    if verb == "fetch-engine":
+        path = fetch_engine(given, note=notes.append, cache=cache)
         return {"path": str(path), "size_bytes": path.stat().st_size, "notes": notes}
     if verb == "fetch-source":
         path = fetch_source(given, note=notes.append, cache=cache)
@@ -55,7 +59,7 @@ def answer(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m v100ctl.artifacts", description="The controller's cache, for roles")
-    parser.add_argument("verb", choices=["fetch-source", "fetch-model", "find-release", "store-release"])
+    parser.add_argument("verb", choices=["fetch-engine", "fetch-source", "fetch-model", "find-release", "store-release"])
     parser.add_argument("--json", required=True, type=json.loads, help="what is asked for, as a JSON object")
     given = parser.parse_args(arguments)
     try:

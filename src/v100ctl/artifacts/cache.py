@@ -97,6 +97,10 @@ class Cache:
         """Where the model with this content lies, there or not."""
         return self.root / "models" / _file_name(sha256)
 
+    def engine_path(self, sha256: str) -> Path:
+        """Where the file of an engine that the user brings lies, there or not."""
+        return self.root / "engines" / _file_name(sha256)
+
     @contextlib.contextmanager
     def locked(self, path: Path) -> Iterator[Path]:
         """Holds the lock of one entry and yields where to make it; whatever lies there afterwards is removed."""

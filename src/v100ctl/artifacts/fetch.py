@@ -103,11 +103,41 @@ def fetch_model(
     return path
 
 
-def _own_file(path: Path, sha256: str) -> Path:
+def fetch_engine(
+    build: Mapping[str, Any], progress: Progress = ignore_progress, *, note: Note = ignore_note, cache: Cache | None = None
+) -> Path:
+    """The verified file of an engine that the user brings, on the controller: their own file, or one in the cache.
+
+    Args:
+        build: A ``v100ctl/external/1`` document whose ``source.kind`` is ``controller`` or ``url``.
+        progress: Told of every block that came.
+        note: Told of a damaged entry that is fetched again.
+        cache: Another cache than the user's.
+
+    Raises:
+        ArtifactError: It cannot be had, or is another file than the SHA-256 says.
+    """
+    cache = cache or Cache()
+    source, sha256 = build["source"], build["sha256"]
+    if source["kind"] == "controller":
+        return _own_file(Path(source["path"]).expanduser(), sha256, what="the engine's file")
+    path = cache.engine_path(sha256)
+    with cache.locked(path) as part:
+        if cache.check(path, note):
+            return path
+        found = download(source["url"], part, progress, expected_bytes=build.get("size_bytes"))
+        if found != sha256:
+            raise ArtifactError(
+                f"`{source['url']}` has sha256 {found} instead of {sha256}; nothing of it was kept",
+                hint="correct the inventory's `sha256` if this is the file that you want",
+            )
+        cache.put(part, path, sha256)
+    return path
+
+
+def _own_file(path: Path, sha256: str, *, what: str = "the model") -> Path:
     if not path.is_file():
-        raise ArtifactError(
-            f"the model `{path}` does not exist on this machine", hint="correct `from_controller` in the inventory"
-        )
+        raise ArtifactError(f"{what} `{path}` does not exist on this machine", hint="correct `from_controller` in the inventory")
     found = sha256_file(path)
     if found != sha256:
         raise ArtifactError(

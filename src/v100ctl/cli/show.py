@@ -18,7 +18,7 @@ from v100ctl.apply.reporter import clean, clean_line
 from v100ctl.compare import Finding
 from v100ctl.examine import Examined
 from v100ctl.plan.rules.text import gib
-from v100ctl.plan.types import GpuBudget
+from v100ctl.plan.types import GpuBudget, Instance, Release
 
 _SEVERITY_STYLE = {"refuse": "bold red", "warn": "yellow", "info": "dim", "error": "red", "critical": "bold red"}
 _WIDE_ENOUGH = 120
@@ -201,7 +201,7 @@ def print_instances(out: Out, state: Examined) -> None:
                 if (size_bytes := sum(int(getattr(budget, name)) for name in names)) > 0
             )
             out.print(Text(f"      peak {gib(budget.peak_bytes)} of {gib(budget.total_bytes)}: {parts}"))
-        asked = f"context {instance.context_length} tokens a request, {instance.parallel} at once"
+        asked = _asked(instance)
         largest = instance.largest_context_length
         if largest is not None:
             asked += f"; the largest that fits is {largest}" if largest else "; no context fits"
@@ -228,6 +228,18 @@ def print_rules(out: Out, state: Examined) -> None:
         out.print(Text(f"  note: {clean(reason)}", style="yellow"))
 
 
+def _engine_label(release: Release) -> str:
+    if release.engine == "external":
+        return f"{release.build['name']}, which you bring"
+    return f"{release.engine} {release.build['build_number']}, backend {release.build['backend']}"
+
+
+def _asked(instance: Instance) -> str:
+    """The context and the requests at once; 0 where nobody tells the engine."""
+    context = f"{instance.context_length} tokens a request" if instance.context_length else "as the engine has it"
+    return f"context {context}, {instance.parallel} at once"
+
+
 def settings_table(state: Examined) -> Table:
     """What was set on a host, instance by instance."""
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -236,11 +248,11 @@ def settings_table(state: Examined) -> Table:
     if state.plan is None:
         return table
     for release in state.plan.releases:
-        table.add_row("engine", f"{release.engine} {release.build['build_number']}, backend {release.build['backend']}")
+        table.add_row("engine", _engine_label(release))
         table.add_row("release", Text(release.path))
     for instance in state.plan.instances:
         table.add_row("instance", f"{instance.name}: {instance.unit}, {instance.listen}:{instance.port}")
         table.add_row("model", Text(instance.model_path))
-        table.add_row("context", f"{instance.context_length} tokens a request, {instance.parallel} at once")
+        table.add_row("context", _asked(instance).removeprefix("context "))
         table.add_row("command", Text(shlex.join(instance.argv)))
     return table

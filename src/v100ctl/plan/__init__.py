@@ -24,7 +24,7 @@ from v100ctl.fleet import (
     plain,
 )
 from v100ctl.models.types import Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, llama_cpp, tuning
+from v100ctl.plan import driver_actions, external, llama_cpp, tuning
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
 from v100ctl.plan.models import MODELS_DIR, model_path, model_specs, planned_models
@@ -60,13 +60,24 @@ def present_instances(config: HostConfig) -> dict[str, InstanceSpec]:
 def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     """What the probe has to look at for this configuration, beside the places that this toolkit always manages."""
     present = present_instances(config)
-    row = load_catalog().llama_cpp_build(config.llama_cpp_build)
     return ProbeRequest(
         files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES),
         models=tuple(sorted({model_path(model) for spec in present.values() for model in model_specs(spec)})),
-        health={name: local_url(spec, row.health_path) for name, spec in present.items()} if row else {},
+        health={name: local_url(spec, path) for name, spec in present.items() if (path := _health_path(spec, config))},
         deep=deep,
     )
+
+
+def _health_path(spec: InstanceSpec, config: HostConfig) -> str | None:
+    """Where an instance says that it is well; ``None`` where nothing is known about its engine."""
+    catalog = load_catalog()
+    profile = catalog.profiles.get(spec.profile or "")
+    engine = profile.engine if profile and "engine" not in spec.model_fields_set else spec.engine
+    if engine == "external":
+        found = external.engine_of(spec, config.external_engine_definitions, profile)
+        return found.health_path if found else None
+    row = catalog.vllm(config.vllm_version) if engine == "vllm" else catalog.llama_cpp_build(config.llama_cpp_build)
+    return row.health_path if row else None
 
 
 def plan(

@@ -13,7 +13,7 @@ from v100ctl.catalog.vllm import VllmRow
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.models.types import Known, ModelHeader, NotAModel
-from v100ctl.plan import llama_cpp, profiles, vllm, vllm_memory, vram
+from v100ctl.plan import external, llama_cpp, profiles, vllm, vllm_memory, vram
 from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
@@ -21,6 +21,15 @@ from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launc
 from v100ctl.plan.models import model_path, model_specs
 from v100ctl.plan.rules.card_state import state_rules
 from v100ctl.plan.rules.engine import engine_rules
+from v100ctl.plan.rules.external import (
+    argv_missing_rule,
+    memory_rule,
+    misplaced_engine_rule,
+    needs_rules,
+    unknown_engine_rule,
+    unset_placeholder_rule,
+    words_rules,
+)
 from v100ctl.plan.rules.gpu import bus_rules, busy_rules, fabric_rules, others_bytes, presence_rules
 from v100ctl.plan.rules.host import distribution_of
 from v100ctl.plan.rules.instance import (
@@ -68,7 +77,7 @@ from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_nam
 #: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
 _BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 #: Engines that are planned and that no role installs.
-_ENGINES_WITHOUT_ROLE = ("vllm", "external")
+_ENGINES_WITHOUT_ROLE = ("vllm",)
 
 
 def _with_memory(instance: Instance, chosen: Sequence[HostCard]) -> Proof:
@@ -131,11 +140,14 @@ class Planner:
     @property
     def _compiles_here(self) -> bool:
         """Whether an engine would be compiled here that the host does not have yet."""
-        found = [self.facts.release(release.path) for release in self.releases]
+        found = [self.facts.release(release.path) for release in self.releases if release.engine == "llama_cpp"]
         return self.builds_here and not (found and all(release is not None and not release.problem for release in found))
 
     def _on_cards(self, spec: InstanceSpec) -> bool:
-        return spec.engine != "llama_cpp" or self.config.llama_cpp_backend == "cuda"
+        if spec.engine == "external":
+            definition = self.config.external_engine_definitions.get(spec.external or "")
+            return definition is None or definition.backend == "cuda"
+        return spec.engine == "vllm" or self.config.llama_cpp_backend == "cuda"
 
     def decide(self) -> None:
         """Decide everything, in the order in which one thing rests on another."""
@@ -169,8 +181,11 @@ class Planner:
     # Cards, driver, CUDA
 
     def _architectures(self, spec: InstanceSpec) -> str:
-        # Only llama.cpp is compiled for what the inventory says; the wheels of the others hold what their catalog row says.
-        return self.config.llama_cpp_cuda_architectures if spec.engine == "llama_cpp" else "70"
+        # llama.cpp is compiled for what the inventory says; the wheels of vLLM hold what their catalog row says.
+        if spec.engine == "llama_cpp":
+            return self.config.llama_cpp_cuda_architectures
+        definition = self.config.external_engine_definitions.get(spec.external or "")
+        return definition.cuda_architectures if definition else "70"
 
     def _decide_cards(self) -> None:
         self._cards = host_cards(self.facts, self.catalog)
@@ -225,19 +240,17 @@ class Planner:
         for card in chosen:
             self.instance_verdicts += busy_rules(card, ours, name)
         self.instance_verdicts += profiles.card_rules(name, spec, chosen, self.catalog)
-        profile = self.catalog.profiles.get(spec.profile or "")
-        if profile is not None:
-            driver = self.driver.version or self.driver.branch if self.driver else ""
-            self.instance_verdicts += profiles.external_engine_rules(
-                name, profile, driver=driver, glibc=self.facts.libc.version if self.facts.libc.name == "glibc" else ""
-            )
+        if spec.external is not None and spec.engine != "external":
+            self.instance_verdicts.append(misplaced_engine_rule(name, spec))
         if spec.engine == "llama_cpp" and row is not None:
             self._decide_llama_cpp(name, spec, model)
         elif spec.engine == "vllm":
             self._decide_vllm(name, spec, model)
+        elif spec.engine == "external":
+            self._decide_external(name, spec, model)
 
     def _decide_llama_cpp(self, name: str, spec: InstanceSpec, model: Model) -> None:
-        row, release = self.llama_cpp_row, next(iter(self.releases), None)
+        row, release = self.llama_cpp_row, next((item for item in self.releases if item.engine == "llama_cpp"), None)
         if row is None:
             return
         self._judge_model(name, spec)
@@ -353,6 +366,63 @@ class Planner:
                 decode_ceiling_tps=vllm_memory.decode_ceiling_tps(header, launch, row, cards, fill_tokens=0) or None,
             )
 
+    def _decide_external(self, name: str, spec: InstanceSpec, model: Model) -> None:
+        definitions, profile = self.config.external_engine_definitions, self.catalog.profiles.get(spec.profile or "")
+        self.instance_verdicts += needs_rules(
+            name,
+            external.needs_of(spec, definitions, profile),
+            driver=self.driver.version or self.driver.branch if self.driver else "",
+            glibc=self.facts.libc.version if self.facts.libc.name == "glibc" else "",
+            catalog=self.catalog,
+        )
+        engine = external.engine_of(spec, definitions, profile)
+        if engine is None:
+            self.instance_verdicts.append(unknown_engine_rule(name, spec, self.config))
+            return
+        if not engine.argv:
+            self.instance_verdicts.append(argv_missing_rule(name, engine))
+            return
+        problems = [*words_rules(name, engine, spec)]
+        self.instance_verdicts += problems
+        if any(problem.severity == "refuse" for problem in problems):
+            return
+        release = external.build_release(engine)
+        if release not in self.releases:
+            self.releases = (*self.releases, release)
+        chosen = self._chosen.get(name, ())
+        known = external.values(
+            engine,
+            spec,
+            release_path=release.path,
+            model_path=model.path,
+            draft_model_path=self._draft_path(spec),
+            alias=spec.settings.served_model_name or name,
+            gpu_count=len(chosen),
+        )
+        try:
+            argv = tuple(external.filled(word, known) for word in engine.argv) + spec.extra_args
+            environment = {key: external.filled(value, known) for key, value in engine.definition.env.items()}
+        except external.UnsetPlaceholderError as error:
+            self.instance_verdicts.append(unset_placeholder_rule(name, error.args[0]))
+            return
+        if chosen:
+            by_uuid = engine.definition.visible_devices == "uuid"
+            visible = [card.visible_as if by_uuid else str(card.index) for card in chosen]
+            environment = {**_BY_BUS, **environment, "CUDA_VISIBLE_DEVICES": ",".join(visible)}
+            self.instance_verdicts.append(memory_rule(name, engine))
+        self._add_instance(
+            name,
+            spec,
+            argv,
+            environment,
+            release_path=release.path,
+            health_path=engine.health_path,
+            completion_path=engine.definition.completion_path,
+            context_length=external.context_length(engine, spec),
+            parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
+            proof=Proof(on_cards=bool(chosen), must_log=engine.must_log, must_not_log=engine.definition.must_not_log),
+        )
+
     def _draft_path(self, spec: InstanceSpec) -> str | None:
         return next((model_path(item) for item in list(model_specs(spec))[1:]), None)
 
@@ -368,6 +438,7 @@ class Planner:
         context_length: int,
         parallel: int,
         proof: Proof,
+        completion_path: str = "/v1/chat/completions",
     ) -> None:
         file, complete, digest = render_unit(
             name,
@@ -391,7 +462,7 @@ class Planner:
             listen=spec.listen,
             port=spec.port,
             health_url=local_url(spec, health_path),
-            completion_url=local_url(spec, "/v1/chat/completions"),
+            completion_url=local_url(spec, completion_path),
             start_timeout_s=START_TIMEOUT_S,
             context_length=context_length,
             parallel=parallel,

@@ -1,7 +1,7 @@
 """An instance together with its profile: the instance's own values over the profile's.
 
-Pure. :func:`applied` is what the plan calls for each instance before anything else looks at it; :func:`card_rules` and
-:func:`external_engine_rules` judge the profile against the host.
+Pure. :func:`applied` is what the plan calls for each instance before anything else looks at it; :func:`card_rules` judges the
+profile against the host.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Protocol
 from pydantic import ValidationError
 
 from v100ctl.catalog import Catalog
-from v100ctl.catalog.profiles import Profile
-from v100ctl.catalog.rows import version_key
 from v100ctl.errors import V100ctlError
 from v100ctl.fleet import InstanceSpec, Settings
 from v100ctl.plan.rules.text import gib
@@ -28,7 +26,6 @@ __all__ = [
     "UnknownProfileError",
     "applied",
     "card_rules",
-    "external_engine_rules",
     "resolve",
 ]
 
@@ -151,37 +148,6 @@ def card_rules(name: str, spec: InstanceSpec, cards: Sequence[SizedCard], catalo
         f"a profile for a smaller card: {', '.join(fitting)}" if fitting else f"a card with {gib(profile.min_memory_bytes)}",
         instance=name,
     )
-
-
-def external_engine_rules(name: str, profile: Profile, *, driver: str, glibc: str) -> Iterator[Rule]:
-    """Whether the host has what a profile's external engine needs.
-
-    Args:
-        name: The instance's name.
-        profile: Its profile.
-        driver: The version or branch of the NVIDIA driver that the host has or gets; empty where it is not known.
-        glibc: The version of the host's C library; empty where it is not known.
-    """
-    external = profile.external
-    if external is None:
-        return
-    if driver and version_key(driver) < version_key(external.driver_min):
-        yield Rule(
-            "external-engine-driver",
-            "refuse",
-            f"{external.release} is built with CUDA {external.cuda_runtime} and needs driver {external.driver_min} or newer;"
-            f" the host has {driver}",
-            '`nvidia_driver_branch: "580"`, the last branch that drives a V100',
-            instance=name,
-        )
-    if glibc and version_key(glibc) < version_key(external.glibc_min):
-        yield Rule(
-            "external-engine-glibc",
-            "refuse",
-            f"{external.release} is linked with glibc {external.glibc_min}; the host has {glibc}",
-            f"a distribution with glibc {external.glibc_min} or newer",
-            instance=name,
-        )
 
 
 def _known(name: str, catalog: Catalog) -> str:

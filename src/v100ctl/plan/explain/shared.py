@@ -271,7 +271,6 @@ _NOT_ABOUT_FLAGS = frozenset(
     {
         "api-keys-unavailable",
         "context-shared",
-        "engine-unavailable",
         "gpus-without-cuda",
         "listen-unauthenticated",
         "vllm-long-context",

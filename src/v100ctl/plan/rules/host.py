@@ -81,7 +81,12 @@ def space_rules(
 
     for release in releases:
         found = facts.release(release.path)
-        if row is not None and (found is None or found.problem):
+        if found is not None and not found.problem:
+            continue
+        if release.engine == "external":
+            # Copied, then unpacked beside the final folder; what an archive holds is often half again as large.
+            need("/opt/v100ctl", 3 * (release.build["size_bytes"] or 0))
+        elif release.engine == "llama_cpp" and row is not None:
             # The archive is unpacked beside the final folder, so for a moment both lie there.
             cuda = release.build["backend"] == "cuda"
             need("/opt/v100ctl", 2 * (row.release_bytes + (row.cuda_beside.release_bytes if cuda else 0)))
@@ -118,7 +123,8 @@ def memory_bytes(facts: Facts) -> int:
 
 def build_rules(releases: tuple[Release, ...], facts: Facts, *, builds_here: bool) -> Iterator[Rule]:
     """Is there memory to compile what is missing?"""
-    missing = any((found := facts.release(release.path)) is None or found.problem for release in releases)
+    compiled = [facts.release(release.path) for release in releases if release.engine == "llama_cpp"]
+    missing = any(found is None or found.problem for found in compiled)
     total_bytes = memory_bytes(facts)
     if builds_here and missing and 0 < total_bytes < BUILD_JOB_BYTES:
         yield Rule(

@@ -20,14 +20,6 @@ def instance_rules(
     name: str, spec: InstanceSpec, config: HostConfig, row: LlamaCppBuild | None, catalog: Catalog
 ) -> Iterator[Rule]:
     """Rules about one instance that need no host."""
-    if spec.engine == "external":
-        yield Rule(
-            "engine-unavailable",
-            "refuse",
-            "this version cannot install an engine that you bring",
-            "`engine: llama_cpp`, or `engine: vllm`",
-            instance=name,
-        )
     loopback = spec.listen == "::1" or spec.listen.startswith("127.")
     if spec.api_keys is not None:
         yield Rule(
