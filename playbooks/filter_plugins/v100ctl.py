@@ -136,6 +136,12 @@ def make_plan(
     return result
 
 
+def toolkit(hostvars: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The toolkit on another host that compiles this one's engine, from what the probe returned there."""
+    result: dict[str, Any] = _module("v100ctl.plan").toolkit_from_ansible(_PlainMapping(hostvars), _plain(facts))
+    return result
+
+
 def restarts(decided: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """The instances whose process does not run, or runs something else than the plan says."""
     return list(_module("v100ctl.compare").restarts(_plain(decided), _plain(facts)))
@@ -173,4 +179,5 @@ class FilterModule:
             "v100ctl_plan": _explained(make_plan),
             "v100ctl_probe_request": _explained(probe_request),
             "v100ctl_restarts": _explained(restarts),
+            "v100ctl_toolkit": _explained(toolkit),
         }

@@ -12,7 +12,7 @@ from tests.unit.factory import AS_OF, MODEL, make_facts, merge
 from v100ctl.compare import compare
 from v100ctl.facts import Facts
 from v100ctl.fleet import parse_config
-from v100ctl.plan import HostPlan, plan
+from v100ctl.plan import HostPlan, plan, toolkit_for, toolkit_from_ansible
 from v100ctl.plan.types import CudaDecision
 
 HOSTS = Path(__file__).parent / "plan/hosts"
@@ -102,3 +102,35 @@ def test_a_host_that_has_its_engine_needs_no_toolkit() -> None:
 
 def test_architectures_are_numbers() -> None:
     assert toolkit(make_facts(gpus=[CARD]), llama_cpp_cuda_architectures="75-real;70").architectures == (70, 75)
+
+
+def test_a_host_without_a_card_compiles_for_others() -> None:
+    builder = make_facts(apt_sources=[DEBIAN_APT])
+    instances = {"chat": {"model": MODEL, "gpus": [0]}}
+    values = {"llama_cpp_backend": "cuda", "llm_server_instances": instances, "llama_cpp_build_on": "builder"}
+    config = parse_config("h1", values)
+    # The host that serves gets its engine ready made, and no toolkit.
+    assert plan("h1", config, make_facts(gpus=[CARD]), as_of=AS_OF).cuda is None
+    found, rules = toolkit_for(config, builder)
+    assert found is not None
+    assert (found.packages, found.driver_branch) == (("nvidia-cuda-toolkit", "g++-11"), "")
+    assert [rule for rule in rules if rule.severity == "refuse"] == []
+    # Nobody else names the archive there.
+    assert [file.path for file in found.files] == ["/etc/apt/sources.list.d/v100ctl-archive.sources"]
+    plain = toolkit_from_ansible({"inventory_hostname": "h1", **values}, builder.model_dump(by_alias=True, mode="json"))
+    assert plain["cuda"]["packages"] == ["nvidia-cuda-toolkit", "g++-11"]
+    assert plain["refusals"] == []
+
+
+def test_a_host_that_cannot_compile_for_others_is_refused_with_the_reason() -> None:
+    config = parse_config("h1", {"llama_cpp_backend": "cuda", "llm_server_instances": {"chat": {"model": MODEL, "gpus": [0]}}})
+    noble = make_facts(
+        distribution={"id": "ubuntu", "version_id": "24.04", "name": "Ubuntu 24.04"}, libc={"name": "glibc", "version": "2.39"}
+    )
+    assert [rule.id for rule in toolkit_for(config, noble)[1] if rule.severity == "refuse"] == ["cuda-not-packaged"]
+
+
+@pytest.mark.parametrize("variables", [{"llama_cpp_backend": "cpu"}, {"llama_cpp_backend": "cuda", "llm_server_instances": {}}])
+def test_nothing_is_compiled_for_cards(variables: dict[str, Any]) -> None:
+    values = {"llm_server_instances": {"chat": {"model": MODEL}}, **variables}
+    assert toolkit_for(parse_config("h1", values), make_facts()) == (None, ())

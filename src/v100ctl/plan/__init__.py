@@ -25,13 +25,14 @@ from v100ctl.fleet import (
 )
 from v100ctl.models.types import Known, ModelHeader, NotAModel
 from v100ctl.plan import driver_actions, external, llama_cpp, tuning
+from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
 from v100ctl.plan.models import MODELS_DIR, model_path, model_specs, planned_models
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, limit_rules, space_rules
 from v100ctl.plan.rules.instance import fleet_of_one_rules
-from v100ctl.plan.types import Account, Directory, HostPlan, Unit
+from v100ctl.plan.types import Account, CudaDecision, Directory, HostPlan, Rule, Unit, describe, plain_data
 from v100ctl.plan.units import BASELINES_DIR, DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "plan",
     "present_instances",
     "probe_request",
+    "toolkit_for",
+    "toolkit_from_ansible",
 ]
 
 #: What is known of each model, by its path on the host: its header, or why that could not be read.
@@ -201,6 +204,40 @@ def from_ansible(
     config = parse_config(host, ansible_variables(variables))
     known = {path: _known(value) for path, value in (headers or {}).items()}
     return plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of).to_role_variables()
+
+
+def toolkit_for(
+    config: HostConfig, builder: Facts, *, catalog: Catalog | None = None
+) -> tuple[CudaDecision | None, tuple[Rule, ...]]:
+    """The toolkit on a host that compiles for another, and what is wrong with it; ``None`` where nothing is compiled for cards.
+
+    The host need not have a card. A driver that it has is left alone by the role, which looks at what the packages would do.
+
+    Args:
+        config: What the inventory asks for the host that gets the engine.
+        builder: What the probe found on the one that compiles it.
+        catalog: What is known; the shipped one by default.
+    """
+    catalog = catalog or load_catalog()
+    if config.llama_cpp_backend != "cuda" or not any(spec.engine == "llama_cpp" for spec in present_instances(config).values()):
+        return None, ()
+    return decide_cuda(config, builder, None, distribution_of(builder, catalog), catalog, compiles_here=True)
+
+
+def toolkit_from_ansible(variables: Mapping[str, Any], builder: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`toolkit_for` as plain data for a playbook: ``cuda``, and ``refusals`` as lines for people.
+
+    Args:
+        variables: Those of the host that gets the engine.
+        builder: The probe's document of the host that compiles it.
+
+    Raises:
+        InventoryError: a variable is wrong.
+        pydantic.ValidationError: ``builder`` is not a probe's document.
+    """
+    config = parse_config(str(variables["inventory_hostname"]), ansible_variables(variables))
+    decision, rules = toolkit_for(config, Facts.model_validate(builder))
+    return {"cuda": plain_data(decision), "refusals": [describe(rule) for rule in rules if rule.severity == "refuse"]}
 
 
 def plain_known(known: Known) -> Any:
