@@ -17,6 +17,7 @@ from v100ctl.plan.driver_actions import (
     NVIDIA_KEY,
     NVIDIA_SOURCES,
     PREFERENCES,
+    RPM_KEY,
     SIGNING,
     UPGRADES,
     YUM_REPOSITORY,
@@ -75,57 +76,72 @@ def content(decision: DriverDecision, path: str) -> str:
 
 
 DEBIAN = "nvidia-kernel-dkms libcuda1 nvidia-smi nvidia-persistenced nvidia-modprobe"
+NVIDIA_FOR_DEBIAN = "nvidia-driver-cuda nvidia-kernel-dkms nvidia-persistenced nvidia-modprobe"
+NVIDIA_FOR_EL = "nvidia-driver-cuda kmod-nvidia-latest-dkms nvidia-persistenced nvidia-modprobe"
 REPLACING = "--allow-downgrades --allow-change-held-packages"
 
 
-@pytest.mark.parametrize(
-    ("release", "branch", "expected"),
-    [
-        ("debian/11", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} {DEBIAN}"]),
-        ("debian/12", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} {DEBIAN}"]),
+CALLS: list[tuple[str, str, list[str]]] = [
+    ("debian/11", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} {DEBIAN}"]),
+    ("debian/12", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} {DEBIAN}"]),
+    (
+        "debian/12",
+        "580",
+        [
+            "apt-get update",
+            "HEADERS",
+            "apt-get install nvidia-driver-pinning-580",
+            f"apt-get install {REPLACING} {NVIDIA_FOR_DEBIAN}",
+        ],
+    ),
+    (
+        "debian/13",
+        "535",
+        [
+            "apt-get update",
+            "HEADERS",
+            f"apt-get install {REPLACING} nvidia-tesla-535-kernel-dkms libnvidia-tesla-535-cuda1 nvidia-tesla-535-smi "
+            "nvidia-persistenced nvidia-modprobe",
+        ],
+    ),
+    (
+        "ubuntu/20.04",
+        "535",
+        ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-535 nvidia-dkms-535 nvidia-utils-535"],
+    ),
+    ("ubuntu/22.04", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} cuda-drivers-535"]),
+    ("ubuntu/24.04", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} cuda-drivers-535"]),
+    ("ubuntu/22.04", "580", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-580"]),
+    ("ubuntu/24.04", "580", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-580"]),
+    *(
         (
-            "debian/12",
-            "580",
+            "rhel/9",
+            branch,
             [
-                "apt-get update",
-                "HEADERS",
-                "apt-get install nvidia-driver-pinning-580",
-                f"apt-get install {REPLACING} cuda-drivers",
-            ],
-        ),
-        (
-            "debian/13",
-            "535",
-            [
-                "apt-get update",
-                "HEADERS",
-                f"apt-get install {REPLACING} nvidia-tesla-535-kernel-dkms libnvidia-tesla-535-cuda1 nvidia-tesla-535-smi "
-                "nvidia-persistenced nvidia-modprobe",
-            ],
-        ),
-        (
-            "ubuntu/20.04",
-            "535",
-            ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-535 nvidia-dkms-535 nvidia-utils-535"],
-        ),
-        ("ubuntu/22.04", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} cuda-drivers-535"]),
-        ("ubuntu/24.04", "535", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} cuda-drivers-535"]),
-        ("ubuntu/22.04", "580", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-580"]),
-        ("ubuntu/24.04", "580", ["apt-get update", "HEADERS", f"apt-get install {REPLACING} nvidia-driver-580"]),
-        ("rhel/9", "535", ["DEVEL", "dnf module install nvidia-driver:535-dkms"]),
-        ("rhel/9", "580", ["DEVEL", "dnf module install nvidia-driver:580-dkms"]),
-        (
-            "rhel/10",
-            "580",
-            [
+                "dnf install https://dl.fedoraproject.org/pub/epel/epel-release-latest-9.noarch.rpm",
                 "DEVEL",
-                "dnf install python3-dnf-plugin-versionlock",
-                "dnf versionlock add *nvidia*580*",
-                "dnf install --allowerasing cuda-drivers",
+                "dnf module reset nvidia-driver",
+                f"dnf module enable nvidia-driver:{branch}-dkms",
+                f"dnf install --allowerasing {NVIDIA_FOR_EL}",
             ],
-        ),
-    ],
-)
+        )
+        for branch in ("535", "580")
+    ),
+    (
+        "rhel/10",
+        "580",
+        [
+            "dnf install https://dl.fedoraproject.org/pub/epel/epel-release-latest-10.noarch.rpm",
+            "DEVEL",
+            "dnf install python3-dnf-plugin-versionlock",
+            "dnf versionlock add *nvidia*580*",
+            f"dnf install --allowerasing {NVIDIA_FOR_EL}",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("release", "branch", "expected"), CALLS)
 def test_calls_on_a_bare_host(release: str, branch: str, expected: list[str]) -> None:
     kernel = KERNELS[release]
     said = {
@@ -133,6 +149,18 @@ def test_calls_on_a_bare_host(release: str, branch: str, expected: list[str]) ->
         "DEVEL": f"dnf install kernel-devel-{kernel} kernel-devel-matched",
     }
     assert words(driver(host(release), nvidia_driver_branch=branch)) == [said.get(call, call) for call in expected]
+
+
+def test_every_release_that_has_a_branch_has_its_calls_above() -> None:
+    catalog = load_catalog()
+    had = {
+        (f"{row.id}/{row.version_id}", branch)
+        for row in catalog.distributions
+        for branch in ("535", "580")
+        if (found := catalog.driver(branch)) is not None
+        and any(source.usable for source in found.sources(row.id, row.version_id))
+    }
+    assert {(release, branch) for release, branch, _ in CALLS} == had
 
 
 @pytest.mark.parametrize("release", [release for release in KERNELS if not release.startswith("rhel")])
@@ -172,7 +200,25 @@ def test_nvidias_repository_comes_with_its_key(release: str, branch: str, folder
 
 def test_enterprise_linux_gets_a_repository_file() -> None:
     text = content(driver(host("rhel/9"), nvidia_driver_branch="535"), YUM_REPOSITORY)
-    assert "/rhel9/x86_64\nenabled=1\ngpgcheck=1\ngpgkey=" in text and text.endswith("/D42D0685.pub\n")
+    assert f"/rhel9/x86_64\nenabled=1\ngpgcheck=1\ngpgkey=file://{RPM_KEY}\n" in text
+    key = driver(host("rhel/9"), nvidia_driver_branch="535").key
+    assert key is not None
+    # dnf takes a key from the disk unasked: there it is only after its fingerprint was checked.
+    assert (key.path, key.url.rpartition("/")[2]) == (RPM_KEY, "D42D0685.pub")
+    assert key.fingerprint == "610C7B14E068A878070DA4E99CD0A493D42D0685"
+
+
+@pytest.mark.parametrize("release", ["debian/12", "rhel/9"])
+def test_a_mirror_that_signs_anew_has_a_key_of_its_own(release: str) -> None:
+    fingerprint = "0123456789ABCDEF0123456789ABCDEF01234567"
+    names = {
+        "nvidia_driver_repository_url": "http://mirror.example/cuda",
+        "nvidia_driver_repository_key_url": "http://mirror.example/key.asc",
+        "nvidia_driver_repository_key_fingerprint": fingerprint,
+    }
+    key = driver(host(release), nvidia_driver_branch="580", **names).key
+    assert key is not None
+    assert (key.url, key.fingerprint) == ("http://mirror.example/key.asc", fingerprint)
 
 
 def test_other_files_of_nvidias_repository_go_since_apt_refuses_two_keys_for_one_place() -> None:
@@ -309,11 +355,13 @@ def test_what_is_held_is_released_before_it_is_replaced() -> None:
 def test_moving_to_another_branch_takes_the_old_one_along_in_one_call() -> None:
     decision = driver(host(**installed()), nvidia_driver_branch="580")
     assert decision.action == "replace"
-    assert decision.unwanted == ("libcuda1", "libnvidia-ml1", "nvidia-kernel-dkms", "nvidia-smi")
+    assert decision.unwanted == ("libcuda1", "libnvidia-ml1", "nvidia-smi")
     assert words(decision)[1:] == [
         "apt-get install nvidia-driver-pinning-580",
-        f"apt-get install {REPLACING} --purge cuda-drivers libcuda1- libnvidia-ml1- nvidia-kernel-dkms- nvidia-smi-",
+        f"apt-get install {REPLACING} --purge {NVIDIA_FOR_DEBIAN}",
     ]
+    # Both archives share these names, so that to remove one could be to refuse what the others depend on.
+    assert decision.calls[-1].settles == ("libcuda1", "libnvidia-ml1", "nvidia-smi")
 
 
 def test_open_modules_of_the_same_branch_go() -> None:
@@ -327,6 +375,8 @@ def test_open_modules_of_the_same_branch_go() -> None:
     assert (decision.branch, decision.action) == ("580", "replace")
     assert decision.unwanted == ("nvidia-dkms-580-open", "nvidia-driver-580-open")
     assert "nvidia-driver-580 " in f"{words(decision)[-1]} "
+    assert words(decision)[-1].endswith(" nvidia-dkms-580-open- nvidia-driver-580-open-")
+    assert decision.calls[-1].settles == ()
 
 
 def test_going_back_from_580_takes_its_pin_away() -> None:
@@ -334,12 +384,38 @@ def test_going_back_from_580_takes_its_pin_away() -> None:
     decision = driver(host(**state), nvidia_driver_branch="535")
     assert {"nvidia-driver-pinning-580", "cuda-drivers", "libnvidia-ml1"} <= set(decision.unwanted)
     assert not set(decision.unwanted) & set(DEBIAN.split()), "what has the same name becomes the other version"
+    assert words(decision)[-1].endswith(" nvidia-driver-pinning-580-")
+    assert {"cuda-drivers", "libnvidia-ml1"} <= set(decision.calls[-1].settles)
 
 
 def test_another_stream_is_switched_to() -> None:
-    state = {"nvidia": {"module_version": "535.309.01", "module_flavour": "proprietary", "library_version": "535.309.01"}}
-    calls = words(driver(host("rhel/9", **state), nvidia_driver_branch="580"))
-    assert calls[-1] == "dnf module switch-to nvidia-driver:580-dkms --allowerasing"
+    packages = {name: "3:535.309.01-1.el9" for name in NVIDIA_FOR_EL.split()} | {"dkms": "3.2.1-1.el9"}
+    state = {
+        "nvidia": {"module_version": "535.309.01", "module_flavour": "proprietary", "library_version": "535.309.01"},
+        "packages": {"installed": packages},
+    }
+    decision = driver(host("rhel/9", **state), nvidia_driver_branch="580")
+    assert words(decision)[1:] == [
+        "dnf module reset nvidia-driver",
+        "dnf module enable nvidia-driver:580-dkms",
+        f"dnf install --allowerasing {NVIDIA_FOR_EL}",
+    ]
+    assert [call.disturbs for call in decision.calls] == [False, False, False, True]
+    kept = driver(host("rhel/9", **state), nvidia_driver_branch="535", nvidia_driver_source="nvidia_repository")
+    assert (kept.action, [call for call in words(kept) if "devel" not in call]) == ("keep", [])
+
+
+def test_an_exact_version_on_enterprise_linux() -> None:
+    calls = words(driver(host("rhel/9"), nvidia_driver_version="535.309.01"))
+    assert calls[-1].split()[3] == "nvidia-driver-cuda-535.309.01"
+
+
+@pytest.mark.parametrize(("name", "package"), [("rocky", "epel-release"), ("almalinux", "epel-release")])
+def test_dkms_comes_from_epel(name: str, package: str) -> None:
+    distribution = {"distribution": {"id": name, "version_id": "9.4", "name": name}}
+    assert words(driver(host("rhel/9", **distribution)))[0] == f"dnf install {package}"
+    known = merge(distribution, {"packages": {"installed": {"epel-release": "9-7.el9"}}})
+    assert not [call for call in words(driver(host("rhel/9", **known))) if "epel" in call]
 
 
 def test_a_driver_that_came_as_a_program_is_uninstalled_only_to_be_replaced() -> None:

@@ -102,6 +102,7 @@ class PackageSource(Row):
             instead. ``none``: not to be had in the way that ``repository`` names (in no way, where that is ``None``).
         repository: Archive components or NVIDIA's name of the repository, such as ``non-free`` or ``ubuntu2404``.
         packages: What is installed, in one call, after ``pins``.
+        stream: The module stream of a ``dnf_module``, which holds the branch.
         pins: Packages that hold the branch; installed first, in a call of their own.
         hold: Patterns for the package manager's own hold (``apt-mark hold``, ``dnf versionlock``), where no pin package exists.
         version: The version seen there, ``None`` where no source gives one.
@@ -117,6 +118,7 @@ class PackageSource(Row):
     kind: Literal["distribution", "nvidia_repository", "dnf_module", "transitional", "none"]
     repository: str | None = None
     packages: tuple[str, ...] = ()
+    stream: str | None = None
     pins: tuple[str, ...] = ()
     hold: tuple[str, ...] = ()
     version: str | None = None
@@ -146,7 +148,7 @@ class NvidiaRepository(Row):
         url: Where all of them lie; each is ``URL/NAME/x86_64``.
         apt_key: The file of the key that signs those for apt, inside each repository.
         apt_key_fingerprint: What that key has to be.
-        dnf_key: The same file for those of Enterprise Linux.
+        dnf_key, dnf_key_fingerprint: The same for those of Enterprise Linux.
         rotated_fingerprints: Keys that once signed, and that nothing shall trust any more.
     """
 
@@ -154,6 +156,7 @@ class NvidiaRepository(Row):
     apt_key: str
     apt_key_fingerprint: str
     dnf_key: str
+    dnf_key_fingerprint: str
     rotated_fingerprints: tuple[str, ...]
     source: str
 
@@ -305,6 +308,8 @@ class Distribution(Row):
         tested: ``run``: the whole path is run by this project's tests. ``rendered``: names were looked up, nothing was run.
         glibc, gcc, kernel, python: What the release brings by default.
         compilers: gcc major -> the package of its C++ compiler, beside the default one.
+        dkms_source: Package (a name or an address) that makes the repository known which has DKMS, by ``ID`` of ``os-release``;
+            empty where the release itself has it.
         reason: What keeps the roles from it, where ``provisioned`` is false.
     """
 
@@ -321,6 +326,7 @@ class Distribution(Row):
     compilers: Mapping[int, str]
     toolchain_packages: tuple[str, ...]
     runtime_packages: tuple[str, ...]
+    dkms_source: Mapping[str, str] = Field(default_factory=dict)
     reason: str | None = None
     source: str
 

@@ -20,6 +20,7 @@ UPGRADES = "/etc/apt/apt.conf.d/52v100ctl-nvidia-driver"
 ARCHIVE_SOURCES = "/etc/apt/sources.list.d/v100ctl-archive.sources"
 NVIDIA_SOURCES = "/etc/apt/sources.list.d/v100ctl-nvidia.sources"
 NVIDIA_KEY = "/etc/apt/keyrings/v100ctl-nvidia.asc"
+RPM_KEY = "/etc/pki/rpm-gpg/RPM-GPG-KEY-v100ctl-nvidia"
 YUM_REPOSITORY = "/etc/yum.repos.d/v100ctl-nvidia.repo"
 NOUVEAU = "/etc/modprobe.d/v100ctl-nouveau.conf"
 SIGNING = "/etc/dkms/framework.conf.d/v100ctl.conf"
@@ -32,6 +33,8 @@ FILES = (PREFERENCES, UPGRADES, ARCHIVE_SOURCES, NVIDIA_SOURCES, YUM_REPOSITORY,
 NAME_PATTERNS = ("*nvidia*", "libcuda1*", "cuda-drivers*")
 #: ... and what tells them from those of CUDA (11.8.89) and of containers (1.17.4): a driver's version starts with its branch.
 VERSION_PATTERN = r"^([0-9]+:)?[0-9]{3}\.[0-9]"
+#: Packages with the open kernel modules.
+_OPEN_MODULES = re.compile(r"nvidia.*-open(-|$)")
 #: What unattended-upgrades leaves alone, as regular expressions from a name's beginning.
 LEFT_ALONE = ("nvidia-.*", "libnvidia-.*", "cuda-.*", "libcuda.*")
 #: How long apt waits for another process that holds its lock.
@@ -44,8 +47,11 @@ _INSTALLED_MARK = ", installed from "
 
 def is_driver_package(name: str, version: str) -> bool:
     """Is an installed package a part of the driver?"""
-    plain = name.partition(":")[0]
-    return any(fnmatch.fnmatchcase(plain, pattern) for pattern in NAME_PATTERNS) and bool(re.match(VERSION_PATTERN, version))
+    return _named_like_a_driver(name) and bool(re.match(VERSION_PATTERN, version))
+
+
+def _named_like_a_driver(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name.partition(":")[0], pattern) for pattern in NAME_PATTERNS)
 
 
 def upstream_version(version: str) -> str:
@@ -222,7 +228,13 @@ def _apt_calls(
 ) -> Iterator[PackageCall]:
     headers = [name for name in kernel_headers(distribution, facts) if name not in facts.packages.installed]
     missing = missing_packages(decision, facts, catalog)
-    if not headers and not missing and not decision.unwanted:
+    # What an interrupted installation left has no version that one could count on before it is finished.
+    unfinished = [
+        name
+        for name in facts.packages.half_configured
+        if decision.action == "replace" and _named_like_a_driver(name) and name not in decision.packages and not _shared(name)
+    ]
+    if not headers and not missing and not decision.unwanted and not unfinished:
         return
     if not decision.local_packages:
         yield PackageCall("Fetch the package lists", (*_apt("update"),), changes=False)
@@ -233,19 +245,24 @@ def _apt_calls(
     if pins and not decision.local_packages:
         yield PackageCall(f"Install the pin of branch {decision.branch}", _apt("install", *pins))
     wanted = [_at_version(name, decision) for name in source.packages]
+    going = [f"{name}-" for name in decision.unwanted if _goes_anyway(name)]
+    # Debian and NVIDIA's repository share most names: to remove one would be to refuse what the other packages depend on.
+    settles = tuple(sorted({name for name in (*decision.unwanted, *unfinished) if not _goes_anyway(name)}))
     # What goes and what comes in one call: it is resolved and downloaded whole before anything is removed.
-    words = ["install", "--allow-downgrades", "--allow-change-held-packages", *(("--purge",) if decision.unwanted else ())]
-    going = [f"{name}-" for name in decision.unwanted]
-    if not [name for name in missing if name not in pins] and not going:
+    words = ["install", "--allow-downgrades", "--allow-change-held-packages", *(("--purge",) if going or settles else ())]
+    if not [name for name in missing if name not in pins] and not decision.unwanted and not settles:
         return
-    held = [name for name in facts.packages.held if is_driver_package(name, facts.packages.installed.get(name, ""))]
+    versions = facts.packages.installed
+    held = [name for name in facts.packages.held if name in unfinished or is_driver_package(name, versions.get(name, ""))]
     if held:
         # Packages that others drag along would stay as they are: only those that are named may change while held.
         yield PackageCall("Release what is held", ("apt-mark", "unhold", *held))
     if decision.local_packages:
-        yield PackageCall("Install the driver from package files", _apt(*words, *going), disturbs=True, local_packages=True)
+        name = "Install the driver from package files"
+        yield PackageCall(name, _apt(*words, *going), disturbs=True, local_packages=True, settles=settles)
         return
-    yield PackageCall(f"Install driver {decision.exact or decision.branch}", _apt(*words, *wanted, *going), disturbs=True)
+    name = f"Install driver {decision.exact or decision.branch}"
+    yield PackageCall(name, _apt(*words, *wanted, *going), disturbs=True, settles=settles)
 
 
 def _at_version(name: str, decision: DriverDecision) -> str:
@@ -258,7 +275,7 @@ def _unwanted(facts: Facts, target: DriverBranch, packages: Sequence[str], *, vo
     for name, version in facts.packages.installed.items():
         if name.partition(":")[0] in packages:
             continue
-        open_modules = volta and bool(re.search(r"nvidia.*-open(-|$)", name))
+        open_modules = volta and bool(_OPEN_MODULES.search(name))
         if name.startswith("nvidia-driver-pinning-") or (open_modules and is_driver_package(name, version)):
             found.append(name)
         elif is_driver_package(name, version):
@@ -266,6 +283,11 @@ def _unwanted(facts: Facts, target: DriverBranch, packages: Sequence[str], *, vo
             if branch != target.branch and not _shared(name):
                 found.append(name)
     return tuple(sorted(found))
+
+
+def _goes_anyway(name: str) -> bool:
+    """A pin of another branch, and packages with open modules: they go, whichever versions there are."""
+    return name.startswith("nvidia-driver-pinning-") or bool(_OPEN_MODULES.search(name))
 
 
 def _shared(name: str) -> bool:
@@ -338,12 +360,19 @@ def _nvidia_repository(
     """NVIDIA's repository as files, its key, and files of older set-ups that must go: apt refuses two keys for one place."""
     row = catalog.nvidia_repository
     url = f"{(config.nvidia_driver_repository_url or row.url).rstrip('/')}/{source.repository}/x86_64"
-    if distribution.package_manager == "dnf":
+    dnf = distribution.package_manager == "dnf"
+    # A mirror that signs anew has a key of its own; one that only copies has NVIDIA's beside the packages.
+    key = RepositoryKey(
+        RPM_KEY if dnf else NVIDIA_KEY,
+        config.nvidia_driver_repository_key_url or f"{url}/{row.dnf_key if dnf else row.apt_key}",
+        config.nvidia_driver_repository_key_fingerprint or (row.dnf_key_fingerprint if dnf else row.apt_key_fingerprint),
+    )
+    if dnf:
         text = (
             f"# {MANAGED_HEADER}\n[v100ctl-nvidia]\nname=NVIDIA CUDA {source.repository}\nbaseurl={url}\n"
-            f"enabled=1\ngpgcheck=1\ngpgkey={url}/{row.dnf_key}\n"
+            f"enabled=1\ngpgcheck=1\ngpgkey=file://{RPM_KEY}\n"
         )
-        return [ManagedFile(YUM_REPOSITORY, text, role=ROLE)], None, ()
+        return [ManagedFile(YUM_REPOSITORY, text, role=ROLE)], key, ()
     stale = {
         entry.path
         for entry in facts.apt_sources
@@ -351,7 +380,6 @@ def _nvidia_repository(
     }
     shared = {entry.path for entry in facts.apt_sources if f"/{source.repository}/x86_64" not in f"{entry.uri}/"}
     text = f"# {MANAGED_HEADER}\nTypes: deb\nURIs: {url}/\nSuites: /\nSigned-By: {NVIDIA_KEY}\n"
-    key = RepositoryKey(NVIDIA_KEY, f"{url}/{row.apt_key}", row.apt_key_fingerprint)
     return [ManagedFile(NVIDIA_SOURCES, text, role=ROLE)], key, tuple(sorted(stale - shared))
 
 
@@ -388,20 +416,33 @@ def _dnf_calls(
         for name in kernel_headers(distribution, facts)
         if name not in facts.packages.installed and not _has_devel(name, facts)
     ]
+    missing = missing_packages(decision, facts, catalog)
+    if missing and "dkms" not in facts.packages.installed and "epel-release" not in facts.packages.installed:
+        package = distribution.dkms_source.get(facts.distribution.id)
+        if package is not None:
+            yield PackageCall("Make the repository known that has DKMS", _dnf("install", package))
     if headers:
-        yield PackageCall("Install the kernel's headers", ("dnf", "--assumeyes", "install", *headers))
-    if decision.action == "keep":
+        yield PackageCall("Install the kernel's headers", _dnf("install", *headers))
+    if not missing:
         return
-    stream = next((name.removeprefix("@") for name in source.packages if name.startswith("@")), None)
-    if stream is not None:
+    if decision.local_packages:
+        name = "Install the driver from package files"
+        yield PackageCall(name, _dnf("install", "--allowerasing"), disturbs=True, local_packages=True)
+        return
+    if source.stream is not None:
         # A stream cannot be enabled over another one of its module.
-        verb = ("switch-to", stream, "--allowerasing") if decision.action == "replace" else ("install", stream)
-        yield PackageCall(f"Install driver {decision.branch}", ("dnf", "--assumeyes", "module", *verb), disturbs=True)
-        return
+        yield PackageCall("Leave the module's other streams", _dnf("module", "reset", source.stream.partition(":")[0]))
+        yield PackageCall(f"Take the stream of branch {decision.branch}", _dnf("module", "enable", source.stream))
     if source.hold:
-        yield PackageCall("Install the version lock", ("dnf", "--assumeyes", "install", "python3-dnf-plugin-versionlock"))
-        yield PackageCall(f"Lock branch {decision.branch}", ("dnf", "--assumeyes", "versionlock", "add", *source.hold))
-    yield PackageCall(f"Install driver {decision.branch}", ("dnf", "--assumeyes", "install", "--allowerasing", *source.packages))
+        yield PackageCall("Install the version lock", _dnf("install", "python3-dnf-plugin-versionlock"))
+        yield PackageCall(f"Lock branch {decision.branch}", _dnf("versionlock", "add", *source.hold))
+    wanted = [f"{name}-{decision.exact}" if decision.exact else name for name in source.packages]
+    name = f"Install driver {decision.exact or decision.branch}"
+    yield PackageCall(name, _dnf("install", "--allowerasing", *wanted), disturbs=True)
+
+
+def _dnf(*words: str) -> tuple[str, ...]:
+    return ("dnf", "--assumeyes", *words)
 
 
 def _has_devel(name: str, facts: Facts) -> bool:

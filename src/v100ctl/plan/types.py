@@ -128,7 +128,9 @@ class PackageCall:
     """One call of the package manager: what it is for, and its words.
 
     ``changes`` is false for a call that only fetches lists, ``disturbs`` true for one that changes the driver under its users.
-    With ``local_packages`` package files on the host follow the words.
+    With ``local_packages`` package files on the host follow the words. ``settles`` are installed packages of another branch.
+    Their names follow too: as they are where the host's package index has them in a version of the wanted branch, else with a
+    ``-`` behind, which removes them.
     """
 
     name: str
@@ -136,6 +138,7 @@ class PackageCall:
     changes: bool = True
     disturbs: bool = False
     local_packages: bool = False
+    settles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class DriverDecision:
         manager: ``apt`` or ``dnf``.
         exact: The version that is pinned, empty where any of the branch will do.
         own_versions: Packages of ``packages`` whose version is not the driver's.
-        unwanted: Installed packages that go in the same call in which the others come.
+        unwanted: Installed packages of another branch or kind, which change or go in the same call in which the others come.
         calls: The calls of the package manager that are still needed, in their order.
         files: Files to write before any of them.
         absent_files: Files to remove before any of them.
