@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TextIO
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from v100ctl.errors import InventoryError
 from v100ctl.paths import content_dir
@@ -84,6 +84,7 @@ Sha256 = Annotated[str, AfterValidator(_lower_hex_sha256)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 Argument = Annotated[str, AfterValidator(_without_nul)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
+_REQUIREMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+"
 #: Engines read their numbers as `int`.
 _INT32_MAX = 2**31 - 1
 #: llama.cpp's names, and those of vLLM's one `--kv-cache-dtype` (auto and the fp8 kinds); a rule says which engine takes which.
@@ -120,7 +121,7 @@ class ModelSpec(_Config):
         if self.url is not None and not re.fullmatch(r"https?://[^\s/?#]+\S*", self.url):
             raise ValueError("`url` must start with https:// or http://, name a host and hold no blanks")
         if self.pypi is not None:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+", self.pypi):
+            if not re.fullmatch(_REQUIREMENT, self.pypi):
                 raise ValueError("`pypi` must be NAME==VERSION")
             if self.archive_sha256 is None or self.member is None:
                 raise ValueError("`pypi` needs `archive_sha256` and `member` too")
@@ -177,6 +178,46 @@ class ExternalSource(_Config):
         """The file's own name; a single program lies under it in ``bin/`` of its release."""
         source = self.path or self.from_controller or (self.url or "").split("?", 1)[0]
         return re.sub(r"[^A-Za-z0-9._+-]", "_", source.rsplit("/", 1)[-1]).lstrip(".")
+
+
+class SourceSpec(_Config):
+    """A place that has the engine's source. Exactly one of ``path``, ``url``, ``pypi`` and ``git``.
+
+    The first three are archives of the pinned build: whatever they are called, their files have to be that build's, by digest.
+    ``strip`` is the folder in the archive that is the source tree. ``git`` is another tree: the ``commit`` says which.
+    """
+
+    path: Annotated[str, AfterValidator(_controller_path)] | None = None
+    url: str | None = None
+    pypi: str | None = None
+    git: str | None = None
+    sha256: Sha256 | None = None
+    strip: str | None = None
+    commit: str | None = Field(default=None, pattern=r"^[0-9a-f]{40}$")
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        given = [name for name in ("path", "url", "pypi", "git") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of `path`, `url`, `pypi`, `git` (found: {', '.join(given) or 'none'})")
+        if self.url is not None and not re.fullmatch(r"https?://[^\s/?#]+\S*", self.url):
+            raise ValueError("`url` must start with https:// or http://, name a host and hold no blanks")
+        if self.pypi is not None and (self.sha256 is None or not re.fullmatch(_REQUIREMENT, self.pypi)):
+            raise ValueError("`pypi` must be NAME==VERSION, and needs `sha256` too")
+        if self.git is not None and (self.commit is None or self.sha256 is not None or self.strip is not None):
+            raise ValueError("`git` needs `commit` (40 hexadecimal digits), and neither `sha256` nor `strip`")
+        if self.git is not None and not re.fullmatch(r"[A-Za-z0-9/~][^\s]*", self.git):
+            raise ValueError("`git` must be an address that git can fetch from")
+        if self.git is None and self.commit is not None:
+            raise ValueError("`commit` belongs to `git`")
+        return self
+
+
+class Patches(_Config):
+    """A folder of patches on the controller, by the digest of what is in it."""
+
+    path: Annotated[str, AfterValidator(_controller_path)]
+    sha256: Sha256
 
 
 class Sampling(_Config):
@@ -448,10 +489,26 @@ class HostConfig(BaseModel):
     llama_cpp_backend: Literal["cuda", "cpu"]
     llama_cpp_cuda_architectures: str = Field(pattern=r"^[0-9]{2,3}(-real|-virtual)?(;[0-9]{2,3}(-real|-virtual)?)*$")
     llama_cpp_force_mmq: bool
+    llama_cpp_flash_attention_all_types: bool
+    llama_cpp_sources: tuple[SourceSpec, ...]
+    llama_cpp_patches: Patches | None
+    llama_cpp_ccache: bool
     llama_cpp_build_on: str = Field(min_length=1)
     external_engine_definitions: Annotated[dict[str, ExternalEngine], AfterValidator(_engine_names)]
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
+
+    @field_validator("llama_cpp_patches", mode="before")
+    @classmethod
+    def _no_patches(cls, value: Any) -> Any:
+        # An empty mapping is how Ansible's variables say "none".
+        return value or None
+
+    @model_validator(mode="after")
+    def _one_git_tree(self) -> Self:
+        if any(item.git for item in self.llama_cpp_sources) and len(self.llama_cpp_sources) > 1:
+            raise ValueError("`llama_cpp_sources`: a git commit is a tree of its own, so it stands alone")
+        return self
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.

@@ -167,11 +167,13 @@ def purge(reporter: Reporter) -> None:
     """
     client = _engine(reporter)
     if client is not None:
+        from v100ctl.artifacts.container import remove_builders
         from v100ctl.lab.hosts import Lab
         from v100ctl.lab.image import remove_images
 
         with reporter.phase("removing lab hosts and their image"), engine_errors("remove the lab"):
             Lab(client).down()
+            remove_builders(client)
             for tag in remove_images(client):
                 reporter.note(f"the image {tag} stays: a container that is not yours uses it")
             others = [container.name or "?" for container in client.containers.list()]

@@ -215,7 +215,7 @@ def test_a_registry_that_never_answers_is_given_up(make_daemon: Callable[..., Da
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine_daemon = make_daemon(f"--registry-mirror=http://127.0.0.1:{silent.getsockname()[1]}")
         client = ensure_docker(make_reporter(stream=io.StringIO()), install=False, daemon=engine_daemon)
-        assert image._registry_base(client, make_reporter(stream=said)) is None
+        assert image.registry_base(client, make_reporter(stream=said), "debian", "12") is None
     assert "no registry gives debian:12 (no answer for 1 s)" in said.getvalue()
     with pytest.raises(ImageNotFound):
         client.images.get("debian:12")
@@ -226,7 +226,7 @@ def test_a_mirror_that_cannot_be_reached_is_said_in_apts_words(lab: Lab, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     monkeypatch.setattr(image, "_apt_sources", lambda distribution, suite: [f"deb http://127.0.0.1:{port}/debian {suite} main"])
-    monkeypatch.setattr(image, "_registry_base", lambda client, reporter: None)
+    monkeypatch.setattr(image, "registry_base", lambda *_: None)
     recipe = Recipe(setup="of this test")
     with pytest.raises(
         LabError, match=r"mmdebstrap could not make a .* system from this machine's package mirror: E: "

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.toy_engine import build_spec, load_script, source_files, write_archive
+from tests.toy_engine import build_spec, load_script, source_files, tree_sha256, write_archive
 from v100ctl.artifacts import Cache, fetch_engine, fetch_model, fetch_source
 from v100ctl.artifacts import download as download_module
-from v100ctl.artifacts.cache import sha256_file
+from v100ctl.artifacts.cache import build_script, sha256_file
 from v100ctl.artifacts.package_index import explain_pip
 from v100ctl.errors import ArtifactError
 
@@ -410,6 +410,36 @@ class TestSource:
         with pytest.raises(ArtifactError, match="neither a sha256 nor a tree_sha256"):
             fetch_source(spec, cache=cache)
         assert server.requests == []
+
+    def test_a_file_on_this_machine(self, cache: Cache, archive: bytes, tmp_path: Path) -> None:
+        notes: list[str] = []
+        spec = self.spec("https://nowhere.invalid/toy.tar.gz")
+        mine = [{"kind": "file", "path": str(tmp_path / name)} for name in ("absent.tar.gz", "toy.tar.gz")]
+        spec["source"]["archives"] = [*mine, *spec["source"]["archives"]]
+        assert fetch_source(spec, note=notes.append, cache=cache).read_bytes() == archive
+        assert notes == [f"{tmp_path}/absent.tar.gz was skipped: it does not exist on this machine"]
+
+    def test_a_password_in_an_address_is_not_shown(self, server: Server, cache: Cache) -> None:
+        with pytest.raises(ArtifactError) as caught:
+            fetch_source(self.spec("http://me:secret@nowhere.invalid/toy.tar.gz"), cache=cache)
+        assert "http://nowhere.invalid/toy.tar.gz: " in caught.value.message
+
+    def test_a_git_commit(self, cache: Cache, tmp_path: Path) -> None:
+        repository = tmp_path / "repository"
+        git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+        for name, content in source_files().items():
+            (repository / name).parent.mkdir(parents=True, exist_ok=True)
+            (repository / name).write_text(content)
+        for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+            subprocess.run([*git, *words], check=True)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+        spec = build_spec(source_files())
+        spec["source"] = {"archives": [{"kind": "git", "url": str(repository), "commit": commit}], "tree_sha256": ""}
+        path = fetch_source(spec, cache=cache)
+        assert build_script().archive_tree_sha256(path, [""]) == tree_sha256(source_files())
+        spec["source"]["archives"][0]["commit"] = "0" * 40
+        with pytest.raises(ArtifactError, match="`git fetch` failed"):
+            fetch_source(spec, cache=cache)
 
 
 class TestPackageIndex:

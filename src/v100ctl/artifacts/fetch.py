@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from v100ctl.artifacts.cache import Cache, Note, build_script, ignore_note, sha256_file, writing
+from v100ctl.artifacts.cache import Cache, Note, build_script, ignore_note, remove, sha256_file, writing
 from v100ctl.artifacts.download import Progress, download
 from v100ctl.artifacts.package_index import download_package
 from v100ctl.errors import ArtifactError
@@ -38,9 +40,15 @@ def fetch_source(
     source = spec["source"]
     archives, tree_sha256 = source["archives"], source.get("tree_sha256", "")
     for archive in archives:
-        if not archive.get("sha256") and not tree_sha256:
+        if not archive.get("sha256") and not tree_sha256 and archive["kind"] != "git":
             raise ArtifactError(f"the source archive {_place(archive)} has neither a sha256 nor a tree_sha256 to check it by")
-    key = f"tree-{tree_sha256}" if tree_sha256 else "-".join(archive["sha256"][:16] for archive in archives)
+    key = (
+        f"tree-{tree_sha256}"
+        if tree_sha256
+        else "-".join(archive.get("commit") or archive["sha256"][:16] for archive in archives)
+    )
+    # A place that the inventory names may be any archive of the build: its tree is where it is in one of the known ones.
+    strips = [str(archive["strip"]) for archive in archives if archive.get("strip")] + [""]
     path = cache.source_path(key)
     reasons = []
     with cache.locked(path) as part:
@@ -50,7 +58,7 @@ def fetch_source(
             try:
                 sha256 = _fetch_archive(archive, part, progress)
                 if tree_sha256:
-                    _check_tree(part, archive, tree_sha256)
+                    _check_tree(part, [archive["strip"]] if archive.get("strip") else strips, tree_sha256)
             except ArtifactError as error:
                 part.unlink(missing_ok=True)
                 reasons.append(f"{_place(archive)}: {error.message}")
@@ -148,7 +156,8 @@ def _own_file(path: Path, sha256: str, *, what: str = "the model") -> Path:
 
 
 def _place(archive: Mapping[str, Any]) -> str:
-    return str(archive.get("url") or archive.get("requirement"))
+    # A name and a password in an address are nobody else's business.
+    return re.sub(r"(://)[^/@]*@", r"\1", str(archive.get("url") or archive.get("requirement") or archive.get("path")))
 
 
 def _fetch_archive(archive: Mapping[str, Any], part: Path, progress: Progress) -> str:
@@ -159,6 +168,10 @@ def _fetch_archive(archive: Mapping[str, Any], part: Path, progress: Progress) -
         if expected and found != expected:
             raise ArtifactError(f"it has sha256 {found} instead of {expected}")
         return found
+    if archive["kind"] == "file":
+        return _copy(Path(archive["path"]).expanduser(), expected, part)
+    if archive["kind"] == "git":
+        return _git_archive(archive["url"], archive["commit"], part)
     if archive["kind"] == "pypi" and expected:
         with download_package(archive["requirement"], expected, part, progress, as_source=True) as package, writing(part):
             package.replace(part)
@@ -166,10 +179,45 @@ def _fetch_archive(archive: Mapping[str, Any], part: Path, progress: Progress) -
     raise ArtifactError(f"a source archive of kind `{archive['kind']}` needs a sha256 and has to be `url` or `pypi`")
 
 
-def _check_tree(part: Path, archive: Mapping[str, Any], expected: str) -> None:
+def _copy(path: Path, expected: str | None, part: Path) -> str:
+    if not path.is_file():
+        raise ArtifactError("it does not exist on this machine")
+    with writing(part.parent):
+        shutil.copyfile(path, part)
+    found = sha256_file(part)
+    if expected and found != expected:
+        raise ArtifactError(f"it has sha256 {found} instead of {expected}")
+    return found
+
+
+def _git_archive(url: str, commit: str, part: Path) -> str:
+    """Packs the tree of one commit, which git's own hash proves, and returns the SHA-256 of the archive."""
+    folder = part.with_name(part.name + ".git")
+    remove(folder)
+    git = ["git", "-c", "init.defaultBranch=main", "-C", str(folder)]
+    try:
+        folder.mkdir()
+        for words in (
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth", "1", "--no-tags", "--", url, commit],
+            # Without a prefix, as a build specification that names no folder expects it.
+            ["archive", "--format=tar.gz", f"--output={part}", commit],
+        ):
+            done = subprocess.run([*git, *words], capture_output=True, text=True, errors="replace", check=False)
+            if done.returncode != 0:
+                said = [line for line in done.stderr.splitlines() if line.strip()]
+                raise ArtifactError(f"`git {words[0]}` failed: {said[-1] if said else f'status {done.returncode}'}")
+    except FileNotFoundError as error:
+        raise ArtifactError("git is not installed on this machine") from error
+    finally:
+        remove(folder)
+    return sha256_file(part)
+
+
+def _check_tree(part: Path, strips: Sequence[str], expected: str) -> None:
     script = build_script()
     try:
-        found = script.archive_tree_sha256(part, [archive.get("strip", "")])
+        found = script.archive_tree_sha256(part, strips)
     except script.BuildError as error:
         raise ArtifactError(error.message) from error
     if found != expected:

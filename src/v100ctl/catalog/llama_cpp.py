@@ -86,27 +86,34 @@ class LlamaCppDefaults(Row):
 class CudaFlashAttention(Row):
     """Which K and V cache types have flash-attention kernels in a CUDA build with the options of this row.
 
+    A build for all types (``llama_cpp_flash_attention_all_types``) has them for every pair of ``all_types``.
+
     ``pairs`` (``K-V``) are compiled. Of the others those of two ``convertible`` types are turned into f16 at every step, which is
     slow; the rest run on the processor, which is far slower.
     """
 
     source: str
     pairs: tuple[str, ...]
+    all_types: tuple[str, ...]
     convertible: tuple[str, ...] = ()
 
-    def kernel(self, type_k: str, type_v: str) -> Literal["compiled", "converted", "cpu"]:
+    def kernel(self, type_k: str, type_v: str, *, all_types: bool = False) -> Literal["compiled", "converted", "cpu"]:
         """How a pair of cache types is computed on the card."""
-        if f"{type_k}-{type_v}" in self.pairs:
+        if f"{type_k}-{type_v}" in self.pairs or (all_types and {type_k, type_v} <= set(self.all_types)):
             return "compiled"
         return "converted" if {type_k, type_v} <= set(self.convertible) else "cpu"
 
 
 class CudaSizes(Row):
-    """What a CUDA build and its release take on disk beside those for the processor."""
+    """What a CUDA build and its release take on disk beside those for the processor.
+
+    ``libraries`` are those of the toolkit that the release brings along, as their names begin.
+    """
 
     source: str
     build_bytes: int
     release_bytes: int
+    libraries: tuple[str, ...]
 
 
 class LlamaCppProof(Row):
@@ -210,6 +217,11 @@ class CudaFlashAttentionOption(Row):
 
     option: str
     default: str
+
+    @property
+    def everything(self) -> dict[str, str]:
+        """The option that compiles every pair."""
+        return {self.option: "all" if ";" in self.default else "ON"}
 
 
 class LlamaCppParser(Row):

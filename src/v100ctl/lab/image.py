@@ -205,14 +205,14 @@ def image_distribution(image: Image) -> str:
 # --- finding ----------------------------------------------------------------------------------------------------------
 
 
-def _own_release() -> tuple[str, str, str]:
+def own_release() -> tuple[str, str, str]:
     """This machine's distribution, version and suite as ``os-release`` has them; empty texts where it does not say."""
     release = os_release()
     return release.get("ID", ""), release.get("VERSION_ID", ""), release.get("VERSION_CODENAME", "")
 
 
 def _find(client: docker.DockerClient, recipe: Recipe) -> Image | None:
-    distribution, version, _ = _own_release()
+    distribution, version, _ = own_release()
     for tag in dict.fromkeys([recipe.tag(*_BASE), recipe.tag(distribution or "linux", version or "0")]):
         try:
             return client.images.get(tag)
@@ -243,7 +243,7 @@ def _remove_unfinished(client: docker.DockerClient) -> None:
 
 
 def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe) -> Image:
-    base = _registry_base(client, reporter)
+    base = registry_base(client, reporter, *_BASE)
     if base is not None:
         with _container(client, recipe, base) as container:
             _run(
@@ -253,8 +253,10 @@ def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe) -> Im
                 apt_text=apt_settings(),
             )
             return _finish(client, container, recipe, *_BASE)
-    distribution, version, suite = _own_release()
-    base = _bootstrap(client, reporter, recipe, distribution, suite)
+    distribution, version, suite = own_release()
+    if (distribution, suite) != ("debian", "bookworm"):
+        reporter.note(f"lab hosts are made of {distribution} {suite}, this machine's own release, whose mirror it knows")
+    base = bootstrap(client, reporter, recipe.packages, distribution, suite, labels={IMAGE_LABEL: recipe.digest})
     with _container(client, recipe, base) as container:
         return _finish(client, container, recipe, distribution, version)
 
@@ -307,16 +309,16 @@ def _finish(client: docker.DockerClient, container: Container, recipe: Recipe, d
     return client.images.get(f"{repository}:{tag}")
 
 
-def _registry_base(client: docker.DockerClient, reporter: Reporter) -> str | None:
-    """``debian:12``, local or pulled; ``None`` when no registry answers in time."""
-    name = ":".join(_BASE)
+def registry_base(client: docker.DockerClient, reporter: Reporter, distribution: str, version: str) -> str | None:
+    """``debian:12`` and the like, local or pulled; ``None`` when no registry answers in time."""
+    name = f"{distribution}:{version}"
     try:
         client.images.get(name)
         return name
     except ImageNotFound:
         pass
     try:
-        for event in _bounded(lambda: client.api.pull(*_BASE, stream=True, decode=True)):
+        for event in _bounded(lambda: client.api.pull(distribution, version, stream=True, decode=True)):
             if "error" in event:
                 raise DockerException(str(event["error"]))
             detail = event.get("progressDetail") or {}
@@ -364,22 +366,32 @@ def _bounded(request: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[s
         yield item
 
 
-def _bootstrap(client: docker.DockerClient, reporter: Reporter, recipe: Recipe, distribution: str, suite: str) -> str:
-    """A base system with the recipe's packages, made of this machine's own apt sources. Returns the nameless image's id."""
+def bootstrap(
+    client: docker.DockerClient,
+    reporter: Reporter,
+    packages: Sequence[str],
+    distribution: str,
+    suite: str,
+    *,
+    labels: Mapping[str, str],
+) -> str:
+    """A base system with these packages, made of this machine's own apt sources. Returns the nameless image's id.
+
+    Raises:
+        LabError: This machine cannot make one, or its package mirror does not answer.
+    """
     if distribution not in {"debian", "ubuntu"} or not suite:
         raise LabError(
-            "no registry gives debian:12, and only Debian and Ubuntu machines can bootstrap a system from their own mirror",
+            "no registry gives an image, and only Debian and Ubuntu machines can bootstrap a system from their own mirror",
             hint="make a registry reachable (`docker pull debian:12` has to work), or load the image with `docker load`",
         )
-    if (distribution, suite) != ("debian", "bookworm"):
-        reporter.note(f"lab hosts are made of {distribution} {suite}, this machine's own release, whose mirror it knows")
     if shutil.which("mmdebstrap") is None:
         if os.geteuid() != 0:
             raise LabError(
-                "no registry gives debian:12, and mmdebstrap, which makes the image without one, is not installed",
+                "no registry gives an image, and mmdebstrap, which makes one without it, is not installed",
                 hint="run `sudo apt-get install -y mmdebstrap`, or run this as root",
             )
-        install_packages(reporter, ["mmdebstrap"], purpose="the lab host image")
+        install_packages(reporter, ["mmdebstrap"], purpose="a container image")
     sources = _apt_sources(distribution, suite)
     log_path = lab_dir() / "mmdebstrap.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,7 +403,7 @@ def _bootstrap(client: docker.DockerClient, reporter: Reporter, recipe: Recipe, 
         command = [
             "mmdebstrap",
             "--variant=minbase",
-            f"--include={','.join(recipe.packages)}",
+            f"--include={','.join(packages)}",
             f"--aptopt={options_file}",
             "--format=tar",
             suite,
@@ -408,7 +420,8 @@ def _bootstrap(client: docker.DockerClient, reporter: Reporter, recipe: Recipe, 
             timer = threading.Timer(_MMDEBSTRAP_TIMEOUT_S, _end_session, [process.pid])
             timer.start()
             try:
-                answer = client.api.import_image_from_stream(process.stdout, changes=[f"LABEL {IMAGE_LABEL}={recipe.digest}"])
+                changes = [f"LABEL {name}={value}" for name, value in labels.items()]
+                answer = client.api.import_image_from_stream(process.stdout, changes=changes)
                 code = process.wait()
             except BaseException:
                 _end_session(process.pid)

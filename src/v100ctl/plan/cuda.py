@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from v100ctl.catalog import Catalog, Distribution
 from v100ctl.catalog.hardware import CudaRow, PackageSource
@@ -28,8 +30,19 @@ def decide_cuda(
     catalog: Catalog,
     *,
     compiles_here: bool,
+    in_container: bool = False,
 ) -> tuple[CudaDecision | None, tuple[Rule, ...]]:
-    """The toolkit for a host that compiles (``None`` for one that gets a ready release), and what is wrong with it."""
+    """The toolkit for a host that compiles (``None`` for one that gets a ready release), and what is wrong with it.
+
+    Args:
+        config: What the inventory asks for.
+        facts: What the probe found.
+        driver: The driver that the host gets.
+        distribution: The host's.
+        catalog: What is known.
+        compiles_here: Whether something may have to be compiled on this host.
+        in_container: Whether something may have to be compiled for this host in a container of its distribution.
+    """
     row = catalog.cuda_toolkit(config.cuda_toolkit_version)
     if row is None:
         known = ", ".join(item.version for item in catalog.cuda if item.sm_min <= 70 <= item.sm_max)
@@ -41,8 +54,11 @@ def decide_cuda(
         )
         return None, (rule,)
     rules = [*_architecture_rules(config, row, catalog), *_driver_rules(config, row, driver, catalog)]
-    if not compiles_here:
+    if not compiles_here and not in_container:
         return None, tuple(rules)
+    if in_container:
+        # Neither the host's toolkit nor its driver is in there.
+        facts, driver = facts.model_copy(update={"cuda_toolkits": ()}), None
     installed = next((toolkit for toolkit in facts.cuda_toolkits if toolkit.version == row.version and toolkit.nvcc), None)
     source = next((item for item in _sources(row, distribution) if item.usable), None)
     compiler, compiler_rules = _host_compiler(row, source, distribution, catalog)
@@ -55,6 +71,8 @@ def decide_cuda(
         rules += _beside_driver_rules(row, source, driver, distribution, catalog)
     patched = installed is None and source is not None and source.glibc_patched
     rules += _glibc_rules(row, facts, patched=patched)
+    if in_container:
+        return None, tuple(rules)
     program = compiler_program(compiler)
     decision = CudaDecision(
         version=row.version,
@@ -75,6 +93,51 @@ def decide_cuda(
     if source is not None and installed is None and distribution is not None:
         decision = with_repository(decision, config, facts, source, driver, distribution, catalog)
     return decision, tuple(rules)
+
+
+def toolchain(config: HostConfig, facts: Facts, distribution: Distribution, catalog: Catalog) -> dict[str, Any]:
+    """Where a build finds the toolkit, on this host or on another one of the same distribution: the first place that has it.
+
+    Returns:
+        ``version``, and the paths of ``nvcc`` and ``host_compiler``, the likeliest first.
+    """
+    version = config.cuda_toolkit_version
+    row = catalog.cuda_toolkit(version)
+    source = next((item for item in _sources(row, distribution) if item.usable), None) if row else None
+    compiler = _host_compiler(row, source, distribution, catalog)[0] if row else ""
+    installed = [f"{toolkit.path}/bin/nvcc" for toolkit in facts.cuda_toolkits if toolkit.version == version and toolkit.nvcc]
+    planned = [_nvcc(row, source)] if row and source else []
+    usual = [f"/usr/local/cuda-{version}/bin/nvcc", f"{DISTRIBUTION_FOLDER}/bin/nvcc"]
+    return {
+        "version": version,
+        "nvcc": list(dict.fromkeys([*installed, *planned, *usual])),
+        "host_compiler": [f"/usr/bin/{compiler_program(compiler or 'g++')}"],
+    }
+
+
+def builder_image(config: HostConfig, facts: Facts, distribution: Distribution, catalog: Catalog) -> dict[str, Any]:
+    """What a container that compiles for hosts of this distribution is made of.
+
+    Returns:
+        ``distribution`` and ``version``, the ``packages`` of the toolkit and the compiler beside it, the ``components`` of the
+        distribution's archive that they are in, and ``files`` and ``key`` of NVIDIA's repository where they come from there.
+    """
+    image: dict[str, Any] = {"distribution": distribution.id, "version": distribution.version_id}
+    row = catalog.cuda_toolkit(config.cuda_toolkit_version)
+    source = next((item for item in _sources(row, distribution) if item.usable), None) if row else None
+    if config.llama_cpp_backend != "cuda" or row is None or source is None:
+        return {**image, "packages": [], "components": [], "files": [], "key": None}
+    decision = CudaDecision(row.version, "install", "", "")
+    if source.of_nvidia:
+        decision = with_repository(decision, config, facts, source, None, distribution, catalog)
+    compiler = _host_compiler(row, source, distribution, catalog)[0]
+    return {
+        **image,
+        "packages": [*source.pins, *source.packages, *([compiler] if compiler else [])],
+        "components": [] if source.of_nvidia else (source.repository or "").split(),
+        "files": [{"path": file.path, "content": file.content} for file in decision.files],
+        "key": dataclasses.asdict(decision.key) if decision.key else None,
+    }
 
 
 def compiler_program(package: str) -> str:

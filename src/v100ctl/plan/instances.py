@@ -138,10 +138,10 @@ class Planner:
         return self.config.llama_cpp_build_on in ("first", self.host)
 
     @property
-    def _compiles_here(self) -> bool:
-        """Whether an engine would be compiled here that the host does not have yet."""
+    def _compiles(self) -> bool:
+        """Whether the host needs an engine that it does not have yet."""
         found = [self.facts.release(release.path) for release in self.releases if release.engine == "llama_cpp"]
-        return self.builds_here and not (found and all(release is not None and not release.problem for release in found))
+        return not (found and all(release is not None and not release.problem for release in found))
 
     def _on_cards(self, spec: InstanceSpec) -> bool:
         if spec.engine == "external":
@@ -155,7 +155,9 @@ class Planner:
         if llama or not self._specs:
             self.host_verdicts += engine_rules(self.config, self.facts, self.llama_cpp_row, self.catalog)
         if llama and self.llama_cpp_row and self._distribution:
-            self.releases = (llama_cpp.build_release(self.config, self.llama_cpp_row, self._distribution, self.facts),)
+            self.releases = (
+                llama_cpp.build_release(self.config, self.llama_cpp_row, self._distribution, self.facts, self.catalog),
+            )
         if any(self._on_cards(spec) for spec in self._specs.values()):
             self._decide_cards()
         for name, spec in self._specs.items():
@@ -214,7 +216,13 @@ class Planner:
         llama = any(spec.engine == "llama_cpp" for spec in on_cards.values())
         if llama:
             self.cuda, verdicts = decide_cuda(
-                self.config, self.facts, self.driver, self._distribution, self.catalog, compiles_here=self._compiles_here
+                self.config,
+                self.facts,
+                self.driver,
+                self._distribution,
+                self.catalog,
+                compiles_here=self._compiles and self.builds_here,
+                in_container=self._compiles and self.config.llama_cpp_build_on == llama_cpp.CONTAINER,
             )
             self.host_verdicts += verdicts
         self.tuning, self.tuning_files, verdicts = decide_tuning(self.config, self.facts, self._cards)
@@ -255,7 +263,7 @@ class Planner:
             return
         self._judge_model(name, spec)
         if self._on_cards(spec):
-            self.instance_verdicts += kv_kernel_rules(name, spec, row)
+            self.instance_verdicts += kv_kernel_rules(name, spec, row, all_types=self.config.llama_cpp_flash_attention_all_types)
         problems = [*extra_args_rules(name, spec, row, self.catalog)]
         if problems or release is None or llama_cpp.meaningless_settings(spec.settings):
             # No command line is made: a secret in it would stand in every report of the plan.

@@ -9,45 +9,62 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from v100ctl.catalog import Distribution, LlamaCppBuild, LlamaCppParser, ParserFlag
+from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild, LlamaCppParser, ParserFlag
 from v100ctl.facts import Facts
-from v100ctl.fleet import HostConfig, InstanceSpec, Settings
+from v100ctl.fleet import HostConfig, InstanceSpec, Settings, SourceSpec
 from v100ctl.plan.argv import ArgvProblem
+from v100ctl.plan.cuda import builder_image, toolchain
 from v100ctl.plan.types import Proof, Release
 
 ENGINES_DIR = "/opt/v100ctl/engines"
 #: Bumped when the build script lays a release out differently, so that an old copy in a cache is not taken for a new one.
 RELEASE_LAYOUT = 1
+#: `llama_cpp_build_on` for a container on the controller.
+CONTAINER = "container"
 DEFAULT_CONTEXT_LENGTH = 4096
 DEFAULT_PARALLEL = 1
 #: More than any model has; works in every build, unlike the word `all`.
 ALL_LAYERS = 99
 
 
-def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribution, facts: Facts) -> Release:
+def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribution, facts: Facts, catalog: Catalog) -> Release:
     """The release that a host needs.
 
-    Its id hashes everything that decides the bytes: source tree, options, targets, backend, architectures, C library and machine.
+    Its id hashes everything that decides the bytes: source tree, patches, options, targets, backend, CUDA version, architectures,
+    C library and machine. Where a toolkit lies on a build host, and whether compiled objects are kept, decides none.
     """
+    git = next((item for item in config.llama_cpp_sources if item.git), None)
+    commit = row.commit if git is None else str(git.commit)[:12]
     options = dict(row.cmake_options.common)
     options["LLAMA_BUILD_NUMBER"] = str(row.build)
-    options["LLAMA_BUILD_COMMIT"] = row.commit
+    options["LLAMA_BUILD_COMMIT"] = commit
     architectures: list[str] = []
     if config.llama_cpp_backend == "cuda":
         options.update(row.cmake_options.cuda)
         options["GGML_CUDA_FORCE_MMQ"] = "ON" if config.llama_cpp_force_mmq else "OFF"
         options["CMAKE_CUDA_ARCHITECTURES"] = config.llama_cpp_cuda_architectures
         architectures = config.llama_cpp_cuda_architectures.split(";")
+        parser = catalog.llama_cpp_parser(row.build)
+        if config.llama_cpp_flash_attention_all_types and parser is not None:
+            options.update(parser.cuda_flash_attention.everything)
+    source: dict[str, Any] = {
+        "archives": [
+            *map(_place, config.llama_cpp_sources),
+            *(archive.model_dump(exclude_none=True) for archive in row.archives),
+        ],
+        "tree_sha256": row.tree_sha256,
+    }
+    if git is not None:
+        source = {"archives": [_place(git)], "tree_sha256": ""}
+    if config.llama_cpp_patches is not None:
+        source["patches_sha256"] = config.llama_cpp_patches.sha256
     build: dict[str, Any] = {
         "schema": "v100ctl/build/1",
         "engine": "llama_cpp",
         "build_number": row.build,
-        "commit": row.commit,
+        "commit": commit,
         "backend": config.llama_cpp_backend,
-        "source": {
-            "archives": [archive.model_dump(exclude_none=True) for archive in row.archives],
-            "tree_sha256": row.tree_sha256,
-        },
+        "source": source,
         "cmake_options": dict(sorted(options.items())),
         "targets": list(row.targets),
         "cuda_architectures": architectures,
@@ -56,7 +73,26 @@ def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribu
         "licence": row.licence,
     }
     decides = {key: value for key, value in build.items() if key != "source"}
-    decides |= {"tree_sha256": row.tree_sha256, "layout": RELEASE_LAYOUT}
+    decides |= {"tree_sha256": source["tree_sha256"], "layout": RELEASE_LAYOUT}
+    if git is not None:
+        decides["git"] = git.commit
+    if config.llama_cpp_patches is not None:
+        decides["patches_sha256"] = config.llama_cpp_patches.sha256
+        source["patches"] = config.llama_cpp_patches.path
+    if config.llama_cpp_backend == "cuda":
+        decides["cuda"] = config.cuda_toolkit_version
+        build["cuda"] = {**toolchain(config, facts, distribution, catalog), "bundle": list(row.cuda_beside.libraries)}
+        # The libraries lie in the staged release, and once more in its archive.
+        build["build_space_bytes"] = row.build_bytes + row.cuda_beside.build_bytes + 2 * row.cuda_beside.release_bytes
+    packages = [*distribution.toolchain_packages]
+    if config.llama_cpp_patches is not None:
+        packages.append("patch")
+    if config.llama_cpp_ccache:
+        build["ccache"] = True
+        packages.append("ccache")
+    if config.llama_cpp_build_on == CONTAINER:
+        image = builder_image(config, facts, distribution, catalog)
+        build["container"] = {**image, "packages": sorted({*image["packages"], *packages, "ccache"})}
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
     build_id = f"b{row.build}-{config.llama_cpp_backend}-{digest}"
     build["build_id"] = build_id
@@ -65,8 +101,24 @@ def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribu
         build_id=build_id,
         path=f"{ENGINES_DIR}/llama_cpp/{build_id}",
         build=build,
-        toolchain_packages=distribution.toolchain_packages,
+        toolchain_packages=tuple(packages),
     )
+
+
+def _place(source: SourceSpec) -> dict[str, Any]:
+    """One place of the inventory as the build specification has it."""
+    kind, key, value = next(
+        (kind, key, value)
+        for kind, key, value in (
+            ("file", "path", source.path),
+            ("url", "url", source.url),
+            ("pypi", "requirement", source.pypi),
+            ("git", "url", source.git),
+        )
+        if value is not None
+    )
+    found = {"kind": kind, key: value, "sha256": source.sha256, "strip": source.strip, "commit": source.commit}
+    return {name: item for name, item in found.items() if item is not None}
 
 
 def context_per_request(settings: Settings) -> int:

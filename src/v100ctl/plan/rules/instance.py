@@ -133,13 +133,13 @@ def argv_rules(name: str, argv: tuple[str, ...], row: LlamaCppBuild, catalog: Ca
         )
 
 
-def kv_kernel_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild) -> Iterator[Rule]:
-    """On a card: has the build a flash-attention kernel for this pair of cache types?"""
+def kv_kernel_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, *, all_types: bool = False) -> Iterator[Rule]:
+    """On a card: has the build a flash-attention kernel for this pair of cache types? ``all_types``: was it compiled for all?"""
     settings = spec.settings
     if settings.flash_attention == "off":
         return
     type_k, type_v = (value or row.defaults.kv_cache_type for value in (settings.kv_cache_type_k, settings.kv_cache_type_v))
-    kernel = row.cuda_flash_attention.kernel(type_k, type_v)
+    kernel = row.cuda_flash_attention.kernel(type_k, type_v, all_types=all_types)
     if kernel == "compiled":
         return
     like_k = f"`kv_cache_type_v: {type_k}`"
