@@ -225,7 +225,7 @@ def test_a_mirror_that_cannot_be_reached_is_said_in_apts_words(lab: Lab, monkeyp
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    monkeypatch.setattr(image, "_apt_sources", lambda distribution, suite: [f"deb http://127.0.0.1:{port}/debian {suite} main"])
+    monkeypatch.setattr(image, "apt_sources", lambda distribution, suite: [f"deb http://127.0.0.1:{port}/debian {suite} main"])
     monkeypatch.setattr(image, "registry_base", lambda *_: None)
     recipe = Recipe(setup="of this test")
     with pytest.raises(

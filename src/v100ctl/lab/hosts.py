@@ -105,16 +105,15 @@ class LabHost:
 
 
 @dataclass(frozen=True)
-class RunningHost:
-    """A lab host that answers on SSH. ``host_key`` is its public key in OpenSSH's one-line form, without a comment."""
+class SshHost:
+    """A host that answers on SSH. ``host_key`` is its public key in OpenSSH's one-line form, without a comment."""
 
     name: str
     address: str
     host_key: str
     folder: Path
-    container: Container = field(repr=False)
-    user: str = ADMIN
-    port: int = 22
+    user: str = field(default=ADMIN, kw_only=True)
+    port: int = field(default=22, kw_only=True)
 
     @property
     def key_path(self) -> Path:
@@ -151,6 +150,13 @@ class RunningHost:
             "ansible_ssh_common_args": shlex.join([*options, "-o", known_hosts]),
             "ansible_become": True,
         }
+
+
+@dataclass(frozen=True)
+class RunningHost(SshHost):
+    """A container that answers on SSH."""
+
+    container: Container = field(repr=False)
 
     def execute(self, *command: str) -> tuple[int | None, str]:
         """Runs a command as root without SSH: to break something, or to look at a host that SSH does not reach."""
@@ -367,21 +373,8 @@ class Lab:
 
     def _public_key(self) -> str:
         """The lab's public key in OpenSSH's form; the pair is made at the first call."""
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-        path = self.folder / "id_ed25519"
         with exclusive(self._lock("id_ed25519")):
-            try:
-                key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
-            except FileNotFoundError:
-                key = Ed25519PrivateKey.generate()
-                text = key.private_bytes(
-                    serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-                )
-                _write(path, text.decode("ascii"), mode=0o600)
-        public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        return public.decode("ascii")
+            return key_pair(self.folder / "id_ed25519")
 
     def _refresh(self) -> dict[str, RunningHost]:
         """Writes ``known_hosts`` and ``ssh_config`` for the hosts that run now, and returns these.
@@ -547,7 +540,7 @@ def ssh_quote(value: str) -> str:
     return f'"{escaped}"'
 
 
-def ssh_config(hosts: Sequence[RunningHost]) -> str:
+def ssh_config(hosts: Sequence[SshHost]) -> str:
     """An OpenSSH client configuration that knows the hosts by name."""
     lines = ["# Written by v100ctl for the lab hosts that run now.\n"]
     for host in sorted(hosts, key=lambda host: host.name):
@@ -564,6 +557,21 @@ def ssh_config(hosts: Sequence[RunningHost]) -> str:
         lines.append(f"\nHost {host.name}\n")
         lines += [f"    {name} {value}\n" for name, value in settings.items()]
     return "".join(lines)
+
+
+def key_pair(path: Path) -> str:
+    """The public half, in OpenSSH's one-line form, of the private key at ``path``, which is made where there is none."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+    except FileNotFoundError:
+        key = Ed25519PrivateKey.generate()
+        text = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption())
+        _write(path, text.decode("ascii"), mode=0o600)
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return public.decode("ascii")
 
 
 def write_inventory(

@@ -58,8 +58,29 @@ _PACKAGES = (
     "systemd",
     "systemd-sysv",
 )
+#: Shell commands that make sshd let :data:`ADMIN` in, by the keys in :data:`AUTHORIZED_KEYS`.
+SSHD_SETUP = """\
+cat > /etc/ssh/sshd_config.d/10-lab.conf <<'EOF'
+HostKey /etc/ssh/ssh_host_ed25519_key
+AuthorizedKeysFile .ssh/authorized_keys AUTHORIZED_KEYS
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin no
+UseDNS no
+EOF
+""".replace("AUTHORIZED_KEYS", AUTHORIZED_KEYS)
+#: Shell commands that make the account.
+ADMIN_SETUP = """\
+useradd --create-home --shell /bin/bash ADMIN
+# No password fits `*`, while `!` would have sshd refuse the account altogether.
+usermod --password '*' ADMIN
+mkdir -m 0755 -p /etc/sudoers.d
+echo 'ADMIN ALL=(ALL:ALL) NOPASSWD: ALL' > /etc/sudoers.d/lab-admin
+chmod 0440 /etc/sudoers.d/lab-admin
+""".replace("ADMIN", ADMIN)
 # Run by /bin/sh in a container of the base; what it does has to be right for any release that the base may be.
-_SETUP = r"""
+_SETUP = (
+    r"""
 set -eu
 
 # Every host makes its own identity at its first boot. An *absent* machine-id would make systemd apply unit presets then.
@@ -76,15 +97,9 @@ EOF
 systemctl disable ssh.socket 2>/dev/null || true
 systemctl enable ssh.service
 
-cat > /etc/ssh/sshd_config.d/10-lab.conf <<'EOF'
-HostKey /etc/ssh/ssh_host_ed25519_key
-AuthorizedKeysFile .ssh/authorized_keys AUTHORIZED_KEYS
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin no
-UseDNS no
-EOF
-
+"""
+    + SSHD_SETUP
+    + r"""
 # What belongs to hardware, consoles or the one kernel that all containers share; and apt's own timers, which would take its lock
 # at a moment of their choosing.
 systemctl mask \
@@ -96,18 +111,15 @@ systemctl mask \
     systemd-udevd-kernel.socket systemd-udevd.service
 systemctl set-default multi-user.target
 
-useradd --create-home --shell /bin/bash ADMIN
-# No password fits `*`, while `!` would have sshd refuse the account altogether.
-usermod --password '*' ADMIN
-mkdir -m 0755 -p /etc/sudoers.d
-echo 'ADMIN ALL=(ALL:ALL) NOPASSWD: ALL' > /etc/sudoers.d/lab-admin
-chmod 0440 /etc/sudoers.d/lab-admin
-
+"""
+    + ADMIN_SETUP
+    + r"""
 # The network settings of the machine that made the image; a host gets its own when it is started.
 rm -f /etc/apt/apt.conf.d/99mmdebstrap
 apt-get clean
 rm -rf /var/lib/apt/lists/* /var/log/apt /var/log/dpkg.log /var/log/alternatives.log /tmp/*
-""".replace("AUTHORIZED_KEYS", AUTHORIZED_KEYS).replace("ADMIN", ADMIN)
+"""
+)
 
 _INSTALL = """
 set -eu
@@ -392,7 +404,7 @@ def bootstrap(
                 hint="run `sudo apt-get install -y mmdebstrap`, or run this as root",
             )
         install_packages(reporter, ["mmdebstrap"], purpose="a container image")
-    sources = _apt_sources(distribution, suite)
+    sources = apt_sources(distribution, suite)
     log_path = lab_dir() / "mmdebstrap.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="v100ctl-image-") as folder:
@@ -459,7 +471,7 @@ def _mmdebstrap_complaint(log: Path) -> str:
 # --- apt's view of the network ----------------------------------------------------------------------------------------
 
 
-def _apt_sources(distribution: str, suite: str) -> list[str]:
+def apt_sources(distribution: str, suite: str) -> list[str]:
     """The distribution's own sources as this machine has them configured, in apt's one-line form."""
     fields = "$(SITE)|$(REPO_URI)|$(RELEASE)|$(CODENAME)|$(COMPONENT)|$(ORIGIN)"
     result = subprocess.run(
