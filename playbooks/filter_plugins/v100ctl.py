@@ -90,15 +90,14 @@ def probe_request(hostvars: Mapping[str, Any]) -> dict[str, Any]:
 def _config(hostvars: Mapping[str, Any]) -> Any:
     variables = _module("v100ctl.plan").ansible_variables(_PlainMapping(hostvars))
     # The variables as they are too: Ansible's marks say in which file and line a wrong value stands.
-    return _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables, hostvars)
+    config = _module("v100ctl.fleet").parse_config(str(hostvars["inventory_hostname"]), variables, hostvars)
+    return _module("v100ctl.plan.models").with_listings(config, _module("v100ctl.models.hub").listings(config))
 
 
 def models_on_host(hostvars: Mapping[str, Any]) -> list[str]:
     """The models that the inventory says are on the host already, by path."""
-    planning = _module("v100ctl.plan")
-    config = _config(hostvars)
-    specs = [model for spec in planning.present_instances(config).values() for model in planning.model_specs(spec)]
-    return sorted({str(model.path) for model in specs if model.path is not None})
+    found: list[str] = _module("v100ctl.examine").models_on_host(_config(hostvars))
+    return found
 
 
 def header_script(_: str) -> str:
@@ -129,9 +128,13 @@ def make_plan(
         as_of: The day the plan is made for, ``YYYY-MM-DD``; today where it is not given.
         headers: What :func:`headers` returned.
     """
+    config = _module("v100ctl.fleet").parse_config(
+        str(hostvars["inventory_hostname"]), _module("v100ctl.plan").ansible_variables(_PlainMapping(hostvars)), hostvars
+    )
+    listings = {key: value.model_dump(mode="json") for key, value in _module("v100ctl.models.hub").listings(config).items()}
     day = datetime.date.fromisoformat(str(as_of)) if as_of else datetime.date.today()
     result: dict[str, Any] = _module("v100ctl.plan").from_ansible(
-        _PlainMapping(hostvars), _plain(facts), day, headers=_plain(headers or {})
+        _PlainMapping(hostvars), _plain(facts), day, headers=_plain(headers or {}), listings=listings
     )
     return result
 

@@ -13,8 +13,9 @@ from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
+from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
-from v100ctl.plan.types import HostPlan, ManagedFile, Rule
+from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule
 
 Kind = Literal["drifted", "pending", "external"]
 Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
@@ -287,29 +288,57 @@ def _releases(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Itera
 def _models(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
     known = _named(applied, "models", "path")
     for model in plan.models:
-        found = facts.models.get(model.path)
-        if found is not None and found.exists and found.sha256 == model.sha256:
+        problems = [problem for file in model.files if (problem := model_file_problem(file, facts)) is not None]
+        if not problems:
             continue
         kind: Kind = "drifted" if model.path in known else "pending"
-        if found is None or not found.exists:
-            what, actual = "missing", "absent"
-        elif found.sha256:
-            what, actual = "wrong", f"sha256 {found.sha256}"
-        else:
-            # Present, but size or time differ from what was verified: the bytes are not known until they are hashed again.
-            what, actual = "unverified", f"{found.size_bytes} bytes, changed since it was verified"
+        # The worst of its files: what is missing has to come, what is wrong to go.
+        what, actual = min(problems, key=lambda problem: ("missing", "wrong", "unverified").index(problem[0]))
+        if len(model.files) > 1:
+            actual = f"{len(problems)} of {len(model.files)} files, the first: {actual}"
         users = tuple(item.name for item in plan.instances if item.model_path == model.path)
         yield Finding(
             f"model.{what}:{model.path}",
             kind,
             "file",
             "model_store",
-            f"sha256 {model.sha256}",
+            _wanted_model(model),
             actual,
             "error",
             _PROVISION,
             instance=users[0] if len(users) == 1 else None,
         )
+    for path in plan.unused_models:
+        yield Finding(
+            f"model.unused:{path}",
+            "pending",
+            "file",
+            "model_store",
+            "absent",
+            f"{gib(facts.stored_models.get(path, 0))} that no instance uses",
+            "info",
+            _PROVISION,
+        )
+
+
+def model_file_problem(file: ModelFile, facts: Facts) -> tuple[str, str] | None:
+    """What is wrong with one file of a model, as ``missing``, ``wrong`` or ``unverified`` and in words; ``None``: nothing."""
+    found = facts.models.get(file.path)
+    if found is None or not found.exists:
+        return "missing", "absent"
+    # What a step makes has no SHA-256 before; its path stands for what it is made of, and its record for the rest.
+    if found.sha256 and found.sha256 == (file.sha256 or found.sha256):
+        return None
+    if found.sha256:
+        return "wrong", f"sha256 {found.sha256}"
+    # Present, but size or time differ from what was verified: the bytes are not known until they are hashed again.
+    return "unverified", f"{found.size_bytes} bytes, changed since it was verified"
+
+
+def _wanted_model(model: Model) -> str:
+    if model.source["kind"] == "prepared":
+        return f"made by `{PurePosixPath(model.source['argv'][0]).name}`"
+    return f"sha256 {model.sha256}" if len(model.files) == 1 else f"{len(model.files)} files, verified"
 
 
 def _directories(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -11,14 +12,14 @@ from v100ctl.access import Access
 from v100ctl.compare import Finding, compare
 from v100ctl.errors import V100ctlError
 from v100ctl.facts import Facts, ProbeRequest
-from v100ctl.fleet import FleetHost, HostConfig
-from v100ctl.models import collect
+from v100ctl.fleet import FleetHost, HostConfig, ModelSpec
+from v100ctl.models import collect, hub
 from v100ctl.models.collect import HeaderRequest, collect_headers
 from v100ctl.models.host import read_answer
 from v100ctl.models.source import ModelFormatError
 from v100ctl.models.types import Known, ModelHeader, NotAModel
 from v100ctl.plan import Headers, HostPlan, plain_known, plan, present_instances, probe_request
-from v100ctl.plan.models import model_path, model_specs
+from v100ctl.plan.models import hub_url, model_path, model_specs, with_listings
 from v100ctl.probe import Connection, probe_hosts
 
 #: Called as each host answers, from the thread that asked it.
@@ -57,6 +58,7 @@ def examine(
 
     A host that cannot be asked gets its ``error`` and never delays the others beyond ``access.timeout_s``.
     """
+    hosts = with_hub_listings(hosts, timeout_s=access.timeout_s)
     results: dict[str, Examined] = {}
     items: dict[str, tuple[Connection, ProbeRequest]] = {}
     by_name = {host.name: host for host in hosts}
@@ -86,6 +88,14 @@ def examine(
     return {host.name: results[host.name] for host in hosts}
 
 
+def with_hub_listings(
+    hosts: Sequence[FleetHost], *, timeout_s: float = hub.DEFAULT_TIMEOUT_S, ask: bool = True
+) -> list[FleetHost]:
+    """The hosts with what model hubs have of their models. ``ask``: ``False`` takes only what is known from before."""
+    found = hub.collect([host.config for host in hosts], timeout_s=timeout_s, ask=ask)
+    return [dataclasses.replace(host, config=with_listings(host.config, found)) for host in hosts]
+
+
 def read_headers(
     hosts: Sequence[FleetHost], connections: Mapping[str, Connection], access: Access
 ) -> dict[str, dict[str, Known]]:
@@ -109,21 +119,36 @@ def headers_for_playbook(config: HostConfig, answer: str) -> dict[str, Any]:
         answer: What the header script printed on the host; empty where it was not run.
     """
     requests = [
-        HeaderRequest(None, None, model, model_path(model))
-        for spec in present_instances(config).values()
-        for model in model_specs(spec)
+        _header_request(None, None, config, model) for spec in present_instances(config).values() for model in model_specs(spec)
     ]
     on_host: dict[str, ModelHeader | V100ctlError] = {}
     if answer:
-        on_host = read_answer(answer, [request.path for request in requests if request.spec and request.spec.path])
+        on_host = read_answer(answer, models_on_host(config))
     elsewhere = [request for request in requests if request.path not in on_host]
     outcomes = {request.path: outcome for request, outcome in collect_headers(elsewhere, Access()).items()} | on_host
     return {path: plain_known(_known(outcome)) for path, outcome in outcomes.items()}
 
 
+def models_on_host(config: HostConfig) -> list[str]:
+    """The models whose headers nobody but the host has: those that lie there already, or are brought or made there."""
+    specs = [model for spec in present_instances(config).values() for model in model_specs(spec)]
+    return sorted({model_path(spec) for spec in specs if spec.path is not None or spec.from_host or spec.prepare})
+
+
+def _header_request(host: str | None, connection: Connection | None, config: HostConfig, model: ModelSpec) -> HeaderRequest:
+    if model.hf is None:
+        return HeaderRequest(host, connection, model, model_path(model))
+    path = ""
+    if model.hf.file is not None:
+        # The parts of a split file are looked for beside the first.
+        path = model.parts[0].path if model.listing is not None and model.parts else model.hf.file
+    url = hub_url(model, path, config) if model.parts else ""
+    return HeaderRequest(host, connection, model, model_path(model), url, config.model_store_hf_token.get_secret_value())
+
+
 def _header_requests(hosts: Sequence[FleetHost], connections: Mapping[str, Connection]) -> list[HeaderRequest]:
     return [
-        HeaderRequest(host.name, connections.get(host.name), model, model_path(model))
+        _header_request(host.name, connections.get(host.name), host.config, model)
         for host in hosts
         for spec in present_instances(host.config).values()
         for model in model_specs(spec)

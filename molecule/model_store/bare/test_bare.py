@@ -4,7 +4,8 @@ from testinfra.host import Host
 
 
 def test_nothing_was_made(host: Host) -> None:
-    assert not host.file("/var/lib/v100ctl").exists
+    assert host.file("/var/lib/v100ctl").listdir() == ["models"]
+    assert host.file("/var/lib/v100ctl/models").listdir() == ["0123456789ab-old.gguf"]
 
 
 def test_the_users_own_model_is_untouched(host: Host) -> None:

@@ -6,6 +6,9 @@ Prints one JSON object. An error goes to stderr with its hint, and the exit stat
 ``fetch-engine``  a specification of an engine that the user brings -> ``{"path", "size_bytes", "notes"}``
 ``fetch-source``  a build specification -> ``{"path", "sha256", "size_bytes", "notes"}``
 ``fetch-model``   a planned model -> ``{"path", "size_bytes", "notes"}``
+``bring-model``   a planned model with ``host`` -> ``{"path", "size_bytes", "incoming", "notes"}``: where it lies, and where
+                  a slice of it may be put
+``model-slice``   ``{"path", "host"}`` -> ``{"incoming"}``
 ``find-release``  ``{"build_id", "host"}`` -> ``{"found", "path", "sha256", "size_bytes", "incoming", "notes"}``
 ``store-release`` ``{"build_id", "archive", "sha256"}`` -> ``{"path", "sha256", "size_bytes", "notes"}``
 """
@@ -44,6 +47,12 @@ def answer(verb: str, given: Mapping[str, Any]) -> dict[str, Any]:
         patches = given["source"].get("patches")
         path = build_in_container(given, patches=Path(patches).expanduser() if patches else None, note=notes.append, cache=cache)
         return {"path": str(path), "size_bytes": path.stat().st_size, "notes": notes}
+    if verb == "bring-model":
+        path = fetch_model(given, note=notes.append, cache=cache)
+        incoming = cache.slice_path(given["path"], given["host"])
+        return {"path": str(path), "size_bytes": path.stat().st_size, "incoming": str(incoming), "notes": notes}
+    if verb == "model-slice":
+        return {"incoming": str(cache.slice_path(given["path"], given["host"]))}
     if verb == "fetch-source":
         path = fetch_source(given, note=notes.append, cache=cache)
         return {"path": str(path), "sha256": sha256_file(path), "size_bytes": path.stat().st_size, "notes": notes}
@@ -67,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m v100ctl.artifacts", description="The controller's cache, for roles")
     verbs = ["build-release", "fetch-engine", "fetch-source", "fetch-model", "find-release", "store-release"]
-    parser.add_argument("verb", choices=verbs)
+    parser.add_argument("verb", choices=[*verbs, "bring-model", "model-slice"])
     parser.add_argument("--json", required=True, type=json.loads, help="what is asked for, as a JSON object")
     given = parser.parse_args(arguments)
     try:

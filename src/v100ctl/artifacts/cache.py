@@ -155,6 +155,13 @@ class Cache:
         """Where to put a packed release that comes from ``host``, on the cache's own filesystem."""
         return self.root / "releases" / f".incoming-{_file_name(build_id)}-{hashlib.sha256(host.encode()).hexdigest()[:12]}"
 
+    def slice_path(self, path: str, host: str) -> Path:
+        """Where to put a slice of a model that goes to ``path`` on ``host``; its folder is there."""
+        key = hashlib.sha256(f"{host} {path}".encode()).hexdigest()[:16]
+        with writing(self.root):
+            (self.root / "models").mkdir(parents=True, exist_ok=True)
+        return self.root / "models" / f".slice-{key}"
+
     def store_release(self, build_id: str, archive: Path, sha256: str) -> Path:
         """Takes the packed release at ``archive`` into the cache, which moves it when it lies in the cache's folder.
 

@@ -135,6 +135,14 @@ class LlamaCppProof(Row):
     forbidden: tuple[str, ...]
 
 
+class Quantize(Row):
+    """The types that ``llama-quantize`` of a build makes, and those of them that it refuses without an importance matrix."""
+
+    source: str
+    types: tuple[str, ...]
+    needs_imatrix: tuple[str, ...]
+
+
 class LlamaCppBuild(Row):
     """One build of llama.cpp that can be compiled and launched."""
 
@@ -145,6 +153,7 @@ class LlamaCppBuild(Row):
     archives: tuple[Archive, ...]
     tree_sha256: str
     targets: tuple[str, ...]
+    quantize: Quantize
     build_bytes: int
     release_bytes: int
     cuda_beside: CudaSizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,7 @@ def command(
 
     from v100ctl.catalog import load_catalog
     from v100ctl.cli.show import lines_console, print_changes, print_host, print_instances, print_rules
-    from v100ctl.examine import decide, examine
+    from v100ctl.examine import decide, examine, with_hub_listings
     from v100ctl.plan.report import exit_code, host_document, plan_document
 
     if explained is not None:
@@ -100,6 +101,9 @@ def command(
     if model_headers and facts_file is None:
         raise click.UsageError("--model-header belongs to --offline: otherwise the header is read from where the model lies")
     if facts_file is not None:
+        fleet = dataclasses.replace(
+            fleet, hosts={host.name: host for host in with_hub_listings(list(fleet.hosts.values()), ask=False)}
+        )
         known = _offline_headers(fleet, model_headers)
         examined = {
             host.name: decide(host, None, facts, headers=known[host.name], as_of=as_of)

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -51,12 +51,16 @@ class HeaderRequest:
         spec: The model, as the inventory has it; ``None`` for a file that the inventory only names (`mmproj`). Without its
             sha256 it is read each time.
         path: Where the file lies on the host, or will.
+        hub_url, token: For a model of a hub: where it has the file or folder, and the token that it asks for.
     """
 
     host: str | None
     connection: Connection | None
     spec: ModelSpec | None
     path: str
+    #: Where a hub has it, and the token for it.
+    hub_url: str = ""
+    token: str = field(default="", repr=False)
 
 
 #: A header, or why there is none.
@@ -96,15 +100,15 @@ def collect_headers(
         if identity in missing:
             missing[identity].append(request)
         elif identity not in found:
-            kept = store.get(request.spec.sha256, identity) if request.spec is not None else None
+            kept = store.get(request.spec.digest, identity) if request.spec is not None else None
             if kept is not None:
                 found[identity] = kept
             else:
                 missing[identity] = [request]
     here: dict[tuple[str, ...], Callable[[], dict[str, Outcome]]] = {
-        (identity,): partial(_from_here, identity, same[0].spec, fetched, access.timeout_s)
+        (identity,): partial(_from_here, identity, same[0], same[0].spec, fetched, access.timeout_s)
         for identity, same in missing.items()
-        if same[0].spec is not None and same[0].spec.path is None
+        if same[0].spec is not None and not _only_on_host(same[0].spec)
     }
     found |= _all_at_once(here, access)
     elsewhere = {
@@ -116,7 +120,7 @@ def collect_headers(
     for identity, same in missing.items():
         header = found[identity]
         if isinstance(header, ModelHeader) and same[0].spec is not None:
-            store.put(same[0].spec.sha256, identity, header)
+            store.put(same[0].spec.digest, identity, header)
     return {request: found[_identity(request)] for request in requests}
 
 
@@ -132,23 +136,28 @@ def known_headers(
     by_sha256: dict[str, Outcome] = {}
     found: dict[HeaderRequest, Outcome] = {}
     for request in requests:
-        known = by_sha256.get(request.spec.sha256) if request.spec is not None else None
+        known = by_sha256.get(request.spec.digest) if request.spec is not None else None
         if known is None:
             known = _known_header(request, store, fetched)
             if request.spec is not None and isinstance(known, ModelHeader):
-                by_sha256[request.spec.sha256] = known
+                by_sha256[request.spec.digest] = known
         found[request] = known
     return found
 
 
 def _known_header(request: HeaderRequest, store: HeaderCache, fetched: Cache) -> Outcome:
     if request.spec is not None:
-        kept = store.get(request.spec.sha256, _identity(request))
+        kept = store.get(request.spec.digest, _identity(request))
         if kept is not None:
             return kept
-        local = request.spec.from_controller
-        copy = Path(local) if local is not None else fetched.model_path(request.spec.sha256)
-        if local is not None or copy.is_file():
+        spec = request.spec
+        local = spec.from_controller if spec.prepare is None else None
+        copy = None
+        if local is not None:
+            copy = _first_file(spec, Path(local))
+        elif spec.sha256 is not None and spec.prepare is None:
+            copy = fetched.model_path(spec.sha256)
+        if copy is not None and (local is not None or copy.is_file()):
             try:
                 return read_local(copy)
             except ModelHeaderError as error:
@@ -162,30 +171,41 @@ def _known_header(request: HeaderRequest, store: HeaderCache, fetched: Cache) ->
 def _identity(request: HeaderRequest) -> str:
     """Where a model's bytes come from, beside its sha256. The inventory's sha256 alone is a claim."""
     spec = request.spec
-    if spec is None or spec.path is not None:
-        return f"host {request.host} {request.path} {spec.sha256 if spec is not None else ''}"
+    if spec is None or _only_on_host(spec):
+        return f"host {request.host} {request.path} {spec.digest if spec is not None else ''}"
     if spec.url is not None:
-        return f"url {spec.url} {spec.sha256}"
+        return f"url {spec.url} {spec.digest}"
+    if spec.hf is not None:
+        return f"hub {request.hub_url} {spec.digest}"
     if spec.pypi is not None:
         return f"pypi {spec.pypi} {spec.archive_sha256} {spec.member} {spec.sha256}"
     path = Path(spec.from_controller or "").expanduser()
     try:
         status = path.stat()
     except (OSError, ValueError):
-        return f"controller {path} {spec.sha256}"
-    return f"controller {path} {status.st_size} {status.st_mtime_ns} {spec.sha256}"
+        return f"controller {path} {spec.digest}"
+    return f"controller {path} {status.st_size} {status.st_mtime_ns} {spec.digest}"
 
 
-def _from_here(identity: str, spec: ModelSpec, fetched: Cache, timeout_s: float) -> dict[str, Outcome]:
+def _only_on_host(spec: ModelSpec) -> bool:
+    """Whether nobody but the host itself has what is served."""
+    return spec.path is not None or spec.from_host is not None or spec.prepare is not None
+
+
+def _from_here(identity: str, request: HeaderRequest, spec: ModelSpec, fetched: Cache, timeout_s: float) -> dict[str, Outcome]:
     """The header without asking a host."""
     if spec.from_controller is not None:
-        return {identity: read_local(Path(spec.from_controller))}
-    if (copy := fetched.model_path(spec.sha256)).is_file():
+        return {identity: read_local(_first_file(spec, Path(spec.from_controller)))}
+    if spec.sha256 is not None and (copy := fetched.model_path(spec.sha256)).is_file():
         # One that is damaged is noticed, and fetched anew, when it is used.
         with contextlib.suppress(ModelHeaderError):
             return {identity: read_local(copy)}
     if spec.url is not None:
         return {identity: read_url(spec.url, timeout_s=timeout_s)}
+    if spec.hf is not None:
+        if not request.hub_url:
+            raise ModelHeaderUnknown(f"{spec.hf.repo} did not say what it holds")
+        return {identity: read_url(request.hub_url, timeout_s=timeout_s, token=request.token)}
     unknown = ModelHeaderUnknown(
         f"`{printable(spec.member or '')}` of {spec.pypi} has not been fetched yet, so its header is not known",
         hint="`v100ctl provision` fetches it; the plan is complete from then on",
@@ -261,6 +281,13 @@ def _all_at_once(tasks: Mapping[tuple[str, ...], Callable[[], dict[str, Outcome]
             late = ModelHeaderError(f"a model's header was not read within {access.timeout_s:g} s", hint="look at where it lies")
             finish(key, dict.fromkeys(key, late))
     return results
+
+
+def _first_file(spec: ModelSpec, path: Path) -> Path:
+    """What the reader of headers is given of a model on this machine: a file, the first of a split one, or a folder."""
+    ggufs = sorted(name for name in spec.files if name.endswith(".gguf"))
+    path = path.expanduser()
+    return path / ggufs[0] if ggufs and len(ggufs) == len(spec.files) and path.name not in spec.files else path
 
 
 class HeaderCache:

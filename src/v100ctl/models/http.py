@@ -30,7 +30,7 @@ _BLOCK_BYTES = 64 * 1024
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)")
 
 
-def read_url(url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ModelHeader:
+def read_url(url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, token: str = "") -> ModelHeader:
     """The header of a model on a web server.
 
     Proxies and certificates come from the usual environment variables.
@@ -39,6 +39,7 @@ def read_url(url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ModelHeader:
         url: A GGUF file (the first part, where it is split; the others are looked for beside it), or the folder that has
             ``config.json``.
         timeout_s: For everything together.
+        token: Sent to the server of ``url``, and to no other that it redirects to.
 
     Raises:
         ModelHeaderError: nobody answers, the server refuses, or what comes is no model or cannot be true.
@@ -51,7 +52,7 @@ def read_url(url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> ModelHeader:
         session.headers["User-Agent"] = f"v100ctl/{__version__}"
 
         def open_beside(beside: str, name: str) -> Source:
-            return HttpSource(session, _beside(beside, name), deadline)
+            return HttpSource(session, _beside(beside, name), deadline, token=token)
 
         def folder_header() -> ModelHeader:
             return to_header(read_folder(partial(open_beside, folder), f"`{shown_url(_beside(folder, ''))}`"))
@@ -76,6 +77,11 @@ def _beside(url: str, name: str) -> str:
     return urlunsplit(address._replace(path=address.path.rpartition("/")[0] + "/" + name))
 
 
+def _origin(url: str) -> tuple[str, str]:
+    address = urlsplit(url)
+    return address.scheme, address.netloc.lower()
+
+
 def shown_url(url: str) -> str:
     """A URL for a message: without a password and without the query, where signatures and keys are."""
     address = urlsplit(url)
@@ -87,7 +93,8 @@ class HttpSource(Source):
 
     chunk_bytes = 4 << 20
 
-    def __init__(self, session: requests.Session, url: str, deadline: Deadline) -> None:
+    def __init__(self, session: requests.Session, url: str, deadline: Deadline, *, token: str = "") -> None:
+        self._token, self._token_for = token, _origin(url)
         self.name = f"`{shown_url(url)}`"
         self._session = session
         self._url = url
@@ -142,6 +149,9 @@ class HttpSource(Source):
 
     def _attempt(self, offset: int, size: int) -> bytes:
         headers = {"Accept-Encoding": "identity", "Range": f"bytes={offset}-{offset + size - 1}"}
+        if self._token and _origin(self._url) == self._token_for:
+            # `requests` leaves it out where the server redirects to another.
+            headers["Authorization"] = f"Bearer {self._token}"
         timeout = (CONNECT_TIMEOUT_S, min(READ_TIMEOUT_S, max(0.1, self._deadline.remaining_s())))
         if self._deadline.expired:
             raise self._error(f"did not come within {self._deadline.timeout_s:g} s", hint="try again")
@@ -178,7 +188,11 @@ class HttpSource(Source):
         if status == 416:
             raise self._error("is empty, or shorter than it was")
         if status not in (200, 206):
-            hint = "it may need a login: download it yourself and use `from_controller`" if status in (401, 403) else None
+            hint = None
+            if status in (401, 403):
+                hint = "it may need a login: `model_store_hf_token` for a hub, else fetch it yourself and use `from_controller`"
+                if self._token:
+                    hint = "the token may not read it: its licence may have to be accepted on the hub"
             raise self._error(f"cannot be had: the server answered {status} {printable(answer.reason or '', 60)}", hint=hint)
         if answer.headers.get("Content-Encoding", "identity").lower() not in ("", "identity"):
             raise self._error("comes compressed, so that no part of it can be asked for", hint="use another server")

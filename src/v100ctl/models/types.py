@@ -53,5 +53,26 @@ class NotAModel:
     reason: str
 
 
+class HubFile(BaseModel):
+    """One file of a model: ``name`` below the model's folder, ``path`` in its repository where that is another."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    sha256: str
+    size_bytes: int | None = None
+    path: str = ""
+
+
+class HubListing(BaseModel):
+    """What a model hub said of the files of a repository at a commit; ``problem`` says why it said nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    commit: str = ""
+    files: tuple[HubFile, ...] = ()
+    problem: str = ""
+
+
 #: What is known of one model: its header, that it is none, or (a text) why nobody knows.
 Known = ModelHeader | NotAModel | str

@@ -23,15 +23,26 @@ from v100ctl.fleet import (
     parse_config,
     plain,
 )
-from v100ctl.models.types import Known, ModelHeader, NotAModel
+from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
 from v100ctl.plan import driver_actions, external, llama_cpp, tuning
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
-from v100ctl.plan.models import MODELS_DIR, model_path, model_specs, planned_models
+from v100ctl.plan.models import (
+    MODELS_DIR,
+    file_paths,
+    model_path,
+    model_specs,
+    planned_models,
+    source_specs,
+    unused_models,
+    with_listings,
+    with_release_paths,
+)
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, limit_rules, space_rules
 from v100ctl.plan.rules.instance import fleet_of_one_rules
+from v100ctl.plan.rules.store import store_rules
 from v100ctl.plan.types import Account, CudaDecision, Directory, HostPlan, Rule, Unit, describe, plain_data
 from v100ctl.plan.units import BASELINES_DIR, DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
 
@@ -65,8 +76,8 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     present = present_instances(config)
     return ProbeRequest(
         files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES),
-        models=tuple(sorted({model_path(model) for spec in present.values() for model in model_specs(spec)})),
         health={name: local_url(spec, path) for name, spec in present.items() if (path := _health_path(spec, config))},
+        models=tuple(sorted({path for spec in present.values() for model in source_specs(spec) for path in file_paths(model)})),
         deep=deep,
     )
 
@@ -109,13 +120,15 @@ def plan(
     catalog = catalog or load_catalog()
     distribution = distribution_of(facts, catalog)
     present = present_instances(config)
-    models = planned_models(present)
+    models = planned_models(present, config, facts)
     dropped = _instances_on_host(facts) - set(config.llm_server_instances)
     absent = set(config.llm_server_instances) - set(present)
     going = frozenset(unit_name(name) for name in dropped | absent)
 
     planner = Planner(host, config, facts, headers or {}, catalog, as_of, models=models, going=going)
     planner.decide()
+    models = with_release_paths(models, {name: item.release_path for name, item in planner.instances.items()})
+    unused = unused_models(models, facts)
     # An instance that the inventory has dropped is stopped and removed.
     units = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -127,6 +140,7 @@ def plan(
         *host_rules(facts, catalog),
         *planner.host_verdicts,
         *fleet_of_one_rules(config),
+        *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *planner.instance_verdicts,
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(planner.releases, facts, builds_here=planner.builds_here),
@@ -141,6 +155,7 @@ def plan(
             directories=_directories(),
             releases=planner.releases,
             models=models,
+            unused_models=tuple(unused) if config.model_store_prune else (),
             files=(
                 *(planner.driver.files if planner.driver else ()),
                 *(planner.cuda.files if planner.cuda else ()),
@@ -186,7 +201,12 @@ def _directories() -> tuple[Directory, ...]:
 
 
 def from_ansible(
-    variables: Mapping[str, Any], facts: Mapping[str, Any], as_of: date, *, headers: Mapping[str, Any] | None = None
+    variables: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    as_of: date,
+    *,
+    headers: Mapping[str, Any] | None = None,
+    listings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The plan as role variables, from what a playbook has at hand (the filter plugin's entry).
 
@@ -195,13 +215,15 @@ def from_ansible(
         facts: The probe's document.
         as_of: Today.
         headers: Model headers as plain data, by path on the host; a text says why one could not be read.
+        listings: What hubs said of their repositories, as plain data (:func:`v100ctl.plan.models.listing_key`).
 
     Raises:
         InventoryError: a variable is wrong.
         pydantic.ValidationError: ``facts`` is not a probe's document.
     """
     host = str(variables["inventory_hostname"])
-    config = parse_config(host, ansible_variables(variables))
+    known_listings = {key: HubListing.model_validate(value) for key, value in (listings or {}).items()}
+    config = with_listings(parse_config(host, ansible_variables(variables)), known_listings)
     known = {path: _known(value) for path, value in (headers or {}).items()}
     return plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of).to_role_variables()
 

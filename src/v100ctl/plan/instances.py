@@ -133,6 +133,11 @@ class Planner:
         self._fits: dict[str, Fit] = {}
 
     @property
+    def specs(self) -> Mapping[str, InstanceSpec]:
+        """The instances that shall serve, with what their profiles say."""
+        return self._specs
+
+    @property
     def builds_here(self) -> bool:
         """Whether an engine may be compiled on this host. A cached copy is not a fact of the host, so it is not counted on."""
         return self.config.llama_cpp_build_on in ("first", self.host)
@@ -454,7 +459,7 @@ class Planner:
             argv=argv,
             environment=environment,
             release_path=release_path,
-            model_sha256s=tuple(item.sha256 for item in model_specs(spec)),
+            model_sha256s=tuple(item.digest for item in model_specs(spec)),
         )
         self.files[name] = file
         self.instances[name] = Instance(
@@ -496,9 +501,11 @@ class Planner:
         if isinstance(known, NotAModel):
             self.instance_verdicts.append(invalid_model_rule(name, known.reason))
             return None
-        found, model = self.facts.models.get(path), self._models.get(path)
-        # Where the file itself is missing, that is said already.
-        if not (found and not found.exists and model and model.source["kind"] == "host"):
+        model = self._models.get(path)
+        found = [self.facts.models.get(file.path) for file in model.files] if model else []
+        missing = any(file is not None and not file.exists for file in found)
+        # Where the file itself is missing, or nobody knows what the files are, that is said already.
+        if not (model and ((missing and model.source["kind"] == "host") or not model.files)):
             self.instance_verdicts.append(header_unread_rule(name, known, on_cards=on_cards))
         return None
 

@@ -104,13 +104,27 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model file on the host and where it comes from (``kind``: host, url, controller, pypi)."""
+class ModelFile:
+    """One file of a model on the host and where it comes from; what a step makes has no ``sha256`` before that."""
 
     path: str
     sha256: str
     size_bytes: int | None
     source: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on the host and where it comes from (``kind``: host, url, hf, controller, fleet, pypi, prepared).
+
+    ``path`` is what the engine is given: a file, the first of several, or their folder. ``sha256`` stands for all ``files``.
+    """
+
+    path: str
+    sha256: str
+    size_bytes: int | None
+    source: Mapping[str, Any]
+    files: tuple[ModelFile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,7 +331,8 @@ class HostPlan:
     """Everything that is decided for one host.
 
     A refused plan holds its rules and whatever was decided before; :attr:`verdict` says that none of it may be applied.
-    ``unavailable`` names what is planned soundly, but has no role in this version that would carry it out.
+    ``unused_models`` are paths in the store that are to be removed. ``unavailable`` names what is planned soundly, but has no
+    role in this version that would carry it out.
     """
 
     host: str
@@ -328,6 +343,7 @@ class HostPlan:
     directories: tuple[Directory, ...] = ()
     releases: tuple[Release, ...] = ()
     models: tuple[Model, ...] = ()
+    unused_models: tuple[str, ...] = ()
     files: tuple[ManagedFile, ...] = ()
     units: tuple[Unit, ...] = ()
     instances: tuple[Instance, ...] = ()

@@ -80,6 +80,10 @@ CONFIG_DIR = "/etc/v100ctl"
 UNIT_DIR = "/etc/systemd/system"
 CRON_FILE = "/etc/cron.d/v100ctl"
 ENGINES_DIR = "/opt/v100ctl/engines"
+MODELS_DIR = "/var/lib/v100ctl/models"
+#: Entries of the store that are looked at, and folders below each.
+MAX_STORED_MODELS = 1000
+MAX_STORED_FOLDERS = 200
 MODEL_RECORDS_DIR = "/var/lib/v100ctl/state/models"
 HOST_JSON = "/etc/v100ctl/host.json"
 PACKAGE_LOCKS = (
@@ -1140,6 +1144,25 @@ def collect_model(path: str, deep: bool, records_dir: str = MODEL_RECORDS_DIR, n
         "owner": (names or Names()).user(status.st_uid),
         "mode": f"{stat.S_IMODE(status.st_mode):04o}",
     }
+
+
+def collect_stored_models(root: str = MODELS_DIR) -> "dict[str, int]":
+    """What lies in the store of models: path -> size in bytes. Hidden entries are files that are being made."""
+    found = {}
+    for name in sorted(_listdir(root))[:MAX_STORED_MODELS]:
+        path = os.path.join(root, name)
+        if name.startswith("."):
+            continue
+        status = os.lstat(path)
+        size_bytes = status.st_size
+        if stat.S_ISDIR(status.st_mode):
+            size_bytes = 0
+            for number, (folder, _, names) in enumerate(os.walk(path)):
+                if number >= MAX_STORED_FOLDERS:
+                    break
+                size_bytes += sum(os.lstat(os.path.join(folder, inner)).st_size for inner in names)
+        found[text(path)] = size_bytes
+    return found
 
 
 # --- systemd ------------------------------------------------------------------------------------------------------------------
@@ -2319,6 +2342,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         # With `host_json` in it.
         Task("files", collect_files, facts, request, limit_s=long_s),
         Task("releases", collect_releases, request, limit_s=long_s),
+        Task("stored_models", collect_stored_models),
         Task("health", collect_health, request["health"]),
     ]
     for account in request["accounts"]:

@@ -2,7 +2,8 @@
 
 ``facts.json`` is a probe's document, ``fleet.yml`` an inventory with one host, ``headers.yml`` (where there is one) says what is
 known of each model, by its path on the host: the name of a shape in ``tests/device/shapes.py`` or of a checkpoint below, a
-header as data, or a text that says why it could not be read. ``expected.json`` has the verdict, every rule that refuses or warns
+header as data, or a text that says why it could not be read. ``listings.yml`` has what model hubs said, by
+:func:`v100ctl.plan.models.listing_key`. ``expected.json`` has the verdict, every rule that refuses or warns
 with its severity, the rules that inform where they matter, words that its reasons must hold, and figures of instances.
 
 A case can be tried by hand: ``v100ctl plan -i fleet.yml --offline --facts facts.json``.
@@ -24,8 +25,9 @@ from tests.unit.factory import AS_OF
 from tests.unit.vllm_models import AWQ, GPTQ, QWEN25_14B, model
 from v100ctl.facts import Facts
 from v100ctl.fleet import parse_config
-from v100ctl.models.types import Known, ModelHeader, NotAModel, Tensor
+from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel, Tensor
 from v100ctl.plan import HostPlan, plan
+from v100ctl.plan.models import with_listings
 from v100ctl.plan.types import plain_data
 
 CASES = sorted(path for path in (Path(__file__).parent / "cases").iterdir() if path.is_dir())
@@ -74,6 +76,9 @@ def decide(folder: Path) -> HostPlan:
     inventory = yaml.safe_load((folder / "fleet.yml").read_text(encoding="utf-8"))["all"]
     ((name, variables),) = inventory["hosts"].items()
     config = parse_config(name, {**inventory.get("vars", {}), **(variables or {})})
+    file = folder / "listings.yml"
+    listings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    config = with_listings(config, {key: HubListing.model_validate(value) for key, value in listings.items()})
     facts = Facts.model_validate_json((folder / "facts.json").read_bytes())
     return plan(name, config, facts, headers=headers(folder), as_of=AS_OF)
 

@@ -11,6 +11,8 @@ from v100ctl.plan.types import Model, Release, Rule
 
 #: Space for packages, logs and files made aside, beyond what is counted.
 _SPARE_BYTES = 256 * 1024**2
+#: ``model_store_slice_bytes`` by default.
+SLICE_BYTES = 1024**3
 
 
 def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
@@ -92,10 +94,13 @@ def space_rules(
             need("/opt/v100ctl", 2 * (row.release_bytes + (row.cuda_beside.release_bytes if cuda else 0)))
             if builds_here:
                 need("/var/lib/v100ctl", row.build_bytes + (row.cuda_beside.build_bytes if cuda else 0))
-    for model in models:
-        present = facts.models.get(model.path)
-        if model.source["kind"] != "host" and not (present and present.exists) and model.size_bytes:
-            need("/var/lib/v100ctl", model.size_bytes)
+    for file in (file for model in models for file in model.files):
+        present = facts.models.get(file.path)
+        if file.source["kind"] != "host" and not (present and present.exists) and file.size_bytes:
+            # What is brought comes in slices, each of which lies beside it for a moment.
+            beside_bytes = min(file.size_bytes, SLICE_BYTES) if file.source["kind"] in ("controller", "fleet", "pypi") else 0
+            store = "/var/lib/v100ctl/models" if "/var/lib/v100ctl/models" in facts.filesystems else "/var/lib/v100ctl"
+            need(store, file.size_bytes + beside_bytes)
     for mount, (path, size_bytes) in needs.items():
         free_bytes = facts.filesystems[path].free_bytes
         if free_bytes < size_bytes + _SPARE_BYTES:

@@ -182,12 +182,13 @@ def placement_rules(
             )
             break
     if model.source["kind"] == "host":
-        found = facts.models.get(model.path)
-        if found is not None and not found.exists:
+        missing = [file.path for file in model.files if (found := facts.models.get(file.path)) is not None and not found.exists]
+        if missing:
+            several = f": {len(missing)} of {len(model.files)} files are missing" if len(model.files) > 1 else ""
             yield Rule(
                 "model-missing",
                 "refuse",
-                f"the model {model.path} is not on the host",
+                f"the model {model.path} is not on the host{several}",
                 "copy it there, or give `url:` or `from_controller:` instead of `path:`",
                 instance=name,
             )
@@ -199,7 +200,7 @@ def placement_rules(
                 "a folder such as /srv/models",
                 instance=name,
             )
-    size_bytes = model.size_bytes or (facts.models[model.path].size_bytes if model.path in facts.models else 0)
+    size_bytes = model.size_bytes or sum(facts.models[file.path].size_bytes for file in model.files if file.path in facts.models)
     total_bytes = memory_bytes(facts)
     # Weights that go to a card are only mapped while they are copied; the processor's own must stay in memory.
     if not on_cards and size_bytes and total_bytes and size_bytes > total_bytes:
@@ -250,7 +251,7 @@ def fleet_of_one_rules(config: HostConfig) -> Iterator[Rule]:
     hashes: dict[str, set[str]] = {}
     for spec in config.llm_server_instances.values():
         if spec.state == "present" and spec.model.path is not None:
-            hashes.setdefault(spec.model.path, set()).add(spec.model.sha256)
+            hashes.setdefault(spec.model.path, set()).add(spec.model.source_digest)
     for path, sha256s in hashes.items():
         if len(sha256s) > 1:
             yield Rule(
