@@ -458,3 +458,30 @@ def test_a_module_file_says_what_it_is() -> None:
 )
 def test_the_module_is_what_the_packages_build(installed: dict[str, str], module: dict[str, str] | None) -> None:
     assert packages.module(installed) == module
+
+
+def test_a_process_may_play_that_it_holds_memory(make_host: MakeHost) -> None:
+    host = make_host()
+    first, second = (card["uuid"] for card in host.machine.load()["cards"])
+
+    def process(pid: int, *environment: str) -> None:
+        folder = host.machine.root / f"proc/{pid}"
+        folder.mkdir(parents=True)
+        (folder / "environ").write_text("\0".join(environment))
+        (folder / "exe").symlink_to("/opt/engine")
+
+    process(7, "FAKE_CUDA_MEMORY_MIB=13000", f"CUDA_VISIBLE_DEVICES={second}")
+    process(8, "FAKE_CUDA_MEMORY_MIB=200", "CUDA_VISIBLE_DEVICES=0,1")
+    process(9, "FAKE_CUDA_MEMORY_MIB=", "HOME=/")
+    shown = host.out("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits")
+    assert shown.splitlines() == [
+        f"{first}, 8, /opt/engine, 200",
+        f"{second}, 7, /opt/engine, 13000",
+        f"{second}, 8, /opt/engine, 200",
+    ]
+    assert host.out("--query-gpu=memory.used", "--format=csv,noheader,nounits").split() == ["201", "13201"]
+    code, output = host.smi("-r", "-i", "1")
+    assert code != 0
+    assert "In use by another client" in output
+    # What runs now is no part of what the machine remembers.
+    assert [card["processes"] for card in host.machine.load()["cards"]] == [[], []]

@@ -38,6 +38,8 @@ _MODULES = {
     "nvidia": (56717312, "nvidia_uvm,nvidia_modeset,"),
     "nouveau": (2433024, ""),
 }
+#: How much memory of each of its cards a process plays to hold, in MiB.
+HELD_VARIABLE = "FAKE_CUDA_MEMORY_MIB"
 NVIDIA_MODULES = ("nvidia", "nvidia_modeset", "nvidia_drm", "nvidia_uvm")
 _NOUVEAU_OFF = re.compile(r"^\s*(?:blacklist\s+nouveau|alias\s+nouveau\s+off|install\s+nouveau\s+\S*/(?:true|false))", re.M)
 _MODPROBE_DIRECTORIES = ("etc/modprobe.d", "run/modprobe.d", "usr/lib/modprobe.d", "lib/modprobe.d")
@@ -71,6 +73,26 @@ class Machine:
             state = json.loads((self.folder / "spec.json").read_text(encoding="utf-8"))
             state.update({"boots": 0, "loaded": None, "modules": [], "faults": {}, "log": [], "booted_s": 0.0, "uvm": "well"})
         return state
+
+    def holders(self, card: dict[str, Any]) -> list[dict[str, Any]]:
+        """Processes that play holding memory of a card: by their own environment, :data:`HELD_VARIABLE`, on the cards that
+        ``CUDA_VISIBLE_DEVICES`` names (all of them without it).
+        """
+        found = []
+        for folder in sorted((self.root / "proc").glob("[0-9]*"), key=lambda item: int(item.name)):
+            try:
+                words = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+                environment = dict(word.split("=", 1) for word in words if "=" in word)
+                held = environment.get(HELD_VARIABLE, "")
+                visible = environment.get("CUDA_VISIBLE_DEVICES")
+                mine = visible is None or {card["uuid"], str(card["minor"])} & set(visible.split(","))
+                if held.isdigit() and mine:
+                    name = os.readlink(folder / "exe")
+                    found.append({"pid": int(folder.name), "name": name, "memory_mib": int(held)})
+            except OSError:
+                # It has ended, or belongs to somebody else.
+                continue
+        return found
 
     @contextmanager
     def change(self) -> Iterator[State]:

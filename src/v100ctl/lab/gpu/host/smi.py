@@ -79,11 +79,18 @@ class Smi:
     def run(self, arguments: list[str]) -> int:
         """Answers, and returns the exit code."""
         try:
-            self.state = self.machine.load()
+            self.state = self._seen()
             return self._run(arguments)
         except Refused as refused:
             self.write(refused.message + "\n")
             return refused.code
+
+    def _seen(self) -> dict[str, Any]:
+        """The state, with the processes that run now."""
+        state = self.machine.load()
+        for card in state["cards"]:
+            card["processes"] = [*card["processes"], *self.machine.holders(card)]
+        return state
 
     def _run(self, arguments: list[str]) -> int:
         if arguments[:1] == ["topo"]:
@@ -288,7 +295,7 @@ class Smi:
         while not count or shown < count:
             if shown:
                 time.sleep(int(options["d"]))
-                self.state = self.machine.load()
+                self.state = self._seen()
             cards = self._cards(options.get("i"))
             if shown % 10 == 0:
                 self.write(f"{heads[0]} \n{heads[1]} \n")
@@ -423,7 +430,7 @@ class Smi:
             self.state = state
             for card in self._cards(wanted):
                 self._must_be_root("reset", card)
-                if card["processes"] or card["persistence"]:
+                if card["processes"] or card["persistence"] or self.machine.holders(card):
                     raise Refused(
                         f"The following GPUs could not be reset:\n  GPU {bus_id(card)}: In use by another client\n\n"
                         "1 device is currently being used by one or more other processes (e.g., Fabric Manager, CUDA "
