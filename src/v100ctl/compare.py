@@ -12,7 +12,8 @@ from typing import Any, Literal
 from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
-from v100ctl.plan.driver_actions import missing_modules, package_problem, unheld_packages
+from v100ctl.plan.driver_actions import package_problem, unheld_packages
+from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule
@@ -161,11 +162,6 @@ def _driver(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterato
             yield finding(what, driver.exact or f"branch {driver.branch}", problem or "not installed", users)
     for name in driver.unwanted:
         yield finding(f"package-unwanted:{name}", "not installed", facts.packages.installed[name], users)
-    for kernel, failed in missing_modules(driver, facts):
-        actual = (
-            f"the build failed: `/var/lib/dkms/{failed}/build/make.log`" if failed else "none: it would boot without a driver"
-        )
-        yield finding(f"modules-missing:{kernel}", f"modules of driver branch {driver.branch} for kernel {kernel}", actual)
     loose = unheld_packages(driver, facts)
     if loose:
         yield finding("unheld", f"held: {', '.join(loose)}", "not held")
@@ -475,8 +471,14 @@ def _stale_reasons(process: ProcessFacts, *, digest: str, argv: Sequence[str], u
 
 
 def _is_script(process: ProcessFacts, planned: Sequence[str]) -> bool:
-    """Whether ``planned`` is a script that its interpreter runs: the kernel puts the words of its first line before its own."""
-    return len(process.argv) > len(planned) and list(process.argv[-len(planned) :]) == list(planned)
+    """Whether ``planned`` is what an interpreter runs, whose own file is no part of a release.
+
+    Of a script the kernel puts the words of its first line before its own; an interpreter that is named itself
+    (``/usr/bin/python3``) is a link to the program that runs.
+    """
+    if list(process.argv[-len(planned) :]) != list(planned):
+        return False
+    return len(process.argv) > len(planned) or not planned[0].startswith(f"{ENGINES_DIR}/")
 
 
 def _is_program(executable: str, planned: str) -> bool:

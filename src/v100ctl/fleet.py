@@ -336,11 +336,16 @@ class ExternalSource(_Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_image(cls, data: Any) -> Any:
+    def _no_other_kind(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and data.get("kind") in ("image", "container", "oci"):
             raise ValueError(
                 "a container image is not supported: a container manager starts the server outside the unit's own control group, "
                 "so that its limits, its stop and the audit would not hold. Give its files as an archive"
+            )
+        if isinstance(data, Mapping) and data.get("kind") == "wheel":
+            raise ValueError(
+                "a wheel is a .zip: `kind: archive` unpacks it, and `env: {PYTHONPATH: '{release}'}` finds it. "
+                "What it depends on has to be in the archive too, or on the host"
             )
         return data
 

@@ -478,30 +478,6 @@ def test_a_driver_that_waits_for_a_reboot_is_told() -> None:
     assert findings(host(**merge(state, {"nvidia": {"module_version": "535.309.01", "module_flavour": "proprietary"}}))) == []
 
 
-def test_modules_for_the_next_kernel_are_missed_where_dkms_has_others() -> None:
-    running, coming = KERNELS["debian/12"], "6.1.0-58-amd64"
-    newer = merge(installed(**{f"linux-headers-{coming}": "6.1.199-1"}), {"kernels_installed": [running, coming]})
-    module = {"name": "nvidia-current", "version": "535.309.01", "built": [running], "installed": [running]}
-
-    def missed(*modules: dict[str, Any]) -> dict[str, str]:
-        here = with_files(host(**newer, dkms=list(modules)), driver(host()))
-        found = compare(decide(here), here)
-        return {item.id: item.actual for item in found if item.id.startswith("driver.modules-missing")}
-
-    assert missed({**module, "installed": [running, coming]}) == {}
-    # Modules that came otherwise are nothing that DKMS knows of.
-    assert missed() == {}
-    assert missed(module) == {f"driver.modules-missing:{coming}": "none: it would boot without a driver"}
-    failed = missed({**module, "failed": coming})
-    assert failed == {
-        f"driver.modules-missing:{coming}": "the build failed: `/var/lib/dkms/nvidia-current/535.309.01/build/make.log`"
-    }
-    # Another branch's modules do not count.
-    assert set(missed({**module, "version": "525.147.05"})) == {
-        f"driver.modules-missing:{kernel}" for kernel in (running, coming)
-    }
-
-
 def test_headers_alone_disturb_no_server() -> None:
     """A kernel that came meanwhile needs its headers, and the driver that serves stays as it is."""
     kernels = {"kernels_installed": [KERNELS["debian/12"], "6.1.0-58-amd64"]}

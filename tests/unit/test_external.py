@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from v100ctl.catalog import load_catalog
+from v100ctl.compare import compare
 from v100ctl.errors import InventoryError
 from v100ctl.fleet import PLACEHOLDER, PLACEHOLDERS, load_fleet, names_a_secret, parse_config
-from v100ctl.plan import external, probe_request
+from v100ctl.plan import DIGEST_VARIABLE, external, probe_request
 from v100ctl.plan.types import HostPlan
 
-from .factory import MODEL, make_config, make_plan
+from .factory import MODEL, make_config, make_facts, make_plan
 
 SOURCE = {"url": "https://engines.example/engine-1.tar.gz", "sha256": "cd" * 32, "kind": "archive"}
 ARGV = ["{release}/bin/server", "--model", "{model}", "--listen", "{listen}:{port}"]
@@ -56,6 +57,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"source": {**SOURCE, "path": "/x"}}, "source", "exactly one of"),
     ({"source": {**SOURCE, "url": "ftp://e.example/x"}}, "source", "must start with https://"),
     ({"source": {**SOURCE, "kind": "image"}}, "source", "a container image is not supported"),
+    ({"source": {**SOURCE, "kind": "wheel"}}, "source", "a wheel is a .zip"),
     ({"source": {**SOURCE, "kind": "file", "strip_components": 1}}, "source", "belongs to `kind: archive`"),
     ({"source": {"from_controller": "engine", "sha256": "cd" * 32, "kind": "file"}}, "source.from_controller", "absolute path"),
 ]
@@ -231,6 +233,31 @@ def test_only_placeholders_change(parts: list[str]) -> None:
     word = "\x00".join(parts)
     filled = external.filled(word, KNOWN | {name: f"<{name}>" for name in PLACEHOLDER.findall(word)})
     assert filled == "\x00".join(PLACEHOLDER.sub(lambda match: f"<{match[1]}>", part) for part in parts)
+
+
+def test_an_interpreter_of_the_host_is_the_planned_program() -> None:
+    plan = decided(argv=["/usr/bin/python3", "-m", "engine", "--port={port}"], env={"PYTHONPATH": "{release}"})
+    (instance,) = plan.instances
+    process = {"pid": 1, "unit": instance.unit, "executable": "/usr/bin/python3.11", "argv": instance.argv, "user": "v100"}
+    process["environ"] = {DIGEST_VARIABLE: instance.digest}
+
+    def ids(**changes: Any) -> set[str]:
+        facts = make_facts(processes=[process | changes])
+        return {finding.id for finding in compare(plan, facts) if finding.layer == "process"}
+
+    assert ids() == set()
+    assert ids(argv=[*instance.argv, "-x"]) == {"process.executable:chat"}
+    assert ids(executable_deleted=True) == {"process.executable:chat"}
+
+
+def test_the_engine_may_make_its_own_model() -> None:
+    prepare = {"argv": ["{release}/bin/quantize", "--bits", "4", "{input}", "{output}"], "output": "model.own"}
+    plan = decided({"model": {**MODEL, "prepare": prepare}})
+    (instance,) = plan.instances
+    made = next(model for model in plan.models if model.source["kind"] == "prepared")
+    assert made.source["argv"][0] == f"{plan.releases[0].path}/bin/quantize"
+    assert made.path.endswith("model.own")
+    assert instance.argv[:3] == (f"{plan.releases[0].path}/bin/server", "--model", made.path)
 
 
 def test_log_lines_are_part_of_the_proof() -> None:

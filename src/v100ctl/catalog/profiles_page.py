@@ -35,6 +35,16 @@ llm_server_instances:
 The speeds are the reports' own, on their machines. None of them was measured by this project.
 """
 
+_EXTERNAL_EXAMPLE = """\
+external_engine_definitions:
+  mine:
+    source: {{from_controller: "{{{{ inventory_dir }}}}/files/engine.tar.gz", sha256: "...", kind: archive, strip_components: 1}}
+llm_server_instances:
+  long:
+    profile: {profile}
+    external: mine
+    model: {{path: /srv/models/model.gguf, sha256: "..."}}"""
+
 _WIDTH = 130
 
 
@@ -59,7 +69,7 @@ def _section(profile: Profile) -> Iterator[str]:
     yield "```\n"
     yield from _model(profile.model)
     if profile.external:
-        yield from _external(profile.external)
+        yield from _external(profile.id, profile.external)
     yield "What the report measured:\n"
     for claim in profile.claims:
         yield _item(f"{claim.speed}: {claim.where}")
@@ -88,12 +98,21 @@ def _model(model: ProfileModel) -> Iterator[str]:
     yield _filled(f"{model.note + ' ' if model.note else ''}Looked up: {model.source}.") + "\n"
 
 
-def _external(external: ExternalEngine) -> Iterator[str]:
+def _external(profile_id: str, external: ExternalEngine) -> Iterator[str]:
     yield _filled(
         f"Engine that you bring: {external.release}, driver {external.driver_min} or newer, glibc {external.glibc_min} or newer,"
         f" CUDA {external.cuda_runtime} at run time, health at `{external.health_path}`. {external.note or ''}"
     )
     yield ""
+    yield _filled(
+        "It is defined once, with its archive (docs/engines.md says how), and named by the instance; what the definition does not"
+        " say is taken from here:"
+    )
+    yield ""
+    yield "```yaml"
+    yield from _EXTERNAL_EXAMPLE.format(profile=profile_id).splitlines()
+    yield "```\n"
+    yield "It is started so:\n"
     yield "```text"
     yield from textwrap.wrap(" ".join(external.argv), _WIDTH, break_long_words=False, break_on_hyphens=False)
     yield "```\n"

@@ -182,18 +182,6 @@ def missing_packages(decision: DriverDecision, facts: Facts, catalog: Catalog) -
     return tuple(name for name in decision.packages if package_problem(decision, name, facts, catalog) is not None)
 
 
-def missing_modules(decision: DriverDecision, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Kernels for which DKMS has no modules of the branch, with the folder of a build that failed (empty where none did).
-
-    Nothing where DKMS has none of NVIDIA's at all: then they came another way, or the driver is still to be installed.
-    """
-    own = [module for module in facts.dkms if module.version.split(".")[0] == decision.branch]
-    ready = {kernel for module in own for kernel in module.installed}
-    for kernel in decision.kernels if facts.dkms else ():
-        if kernel not in ready:
-            yield kernel, next((f"{module.name}/{module.version}" for module in own if module.failed == kernel), "")
-
-
 def unheld_packages(decision: DriverDecision, facts: Facts) -> tuple[str, ...]:
     """Installed packages of the driver that the package manager may change on its own."""
     if not decision.hold:
