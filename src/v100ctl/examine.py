@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from v100ctl.access import Access
@@ -14,7 +16,7 @@ from v100ctl.errors import V100ctlError
 from v100ctl.facts import Facts, ProbeRequest
 from v100ctl.fleet import FleetHost, HostConfig, ModelSpec
 from v100ctl.models import collect, hub
-from v100ctl.models.collect import HeaderRequest, collect_headers
+from v100ctl.models.collect import HeaderRequest, collect_headers, first_file
 from v100ctl.models.host import read_answer
 from v100ctl.models.source import ModelFormatError
 from v100ctl.models.types import Known, ModelHeader, NotAModel
@@ -135,7 +137,17 @@ def models_on_host(config: HostConfig) -> list[str]:
     return sorted({model_path(spec) for spec in specs if spec.path is not None or spec.from_host or spec.prepare})
 
 
-def _header_request(host: str | None, connection: Connection | None, config: HostConfig, model: ModelSpec) -> HeaderRequest:
+def _header_request(
+    host: str | None,
+    connection: Connection | None,
+    config: HostConfig,
+    model: ModelSpec,
+    connections: Mapping[str, Connection] = types.MappingProxyType({}),
+) -> HeaderRequest:
+    there = model.from_host if model.prepare is None else None
+    if there is not None and (other := connections.get(there.host)) is not None:
+        path = str(first_file(model, Path(there.path)))
+        return HeaderRequest(host, other, model, model_path(model), path_there=path)
     if model.hf is None:
         return HeaderRequest(host, connection, model, model_path(model))
     path = ""
@@ -148,7 +160,7 @@ def _header_request(host: str | None, connection: Connection | None, config: Hos
 
 def _header_requests(hosts: Sequence[FleetHost], connections: Mapping[str, Connection]) -> list[HeaderRequest]:
     return [
-        _header_request(host.name, connections.get(host.name), host.config, model)
+        _header_request(host.name, connections.get(host.name), host.config, model, connections)
         for host in hosts
         for spec in present_instances(host.config).values()
         for model in model_specs(spec)

@@ -43,9 +43,7 @@ def load() -> ModuleType:
         spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = before
-    module.CHUNK_BYTES = CHUNK_BYTES
-    module.BACKOFF_S = module.MAX_BACKOFF_S = 0.001
-    module.STATUS_INTERVAL_S = 0.0
+    vars(module).update(CHUNK_BYTES=CHUNK_BYTES, BACKOFF_S=0.001, MAX_BACKOFF_S=0.001, STATUS_INTERVAL_S=0.0)
     return module
 
 
@@ -444,9 +442,14 @@ def test_a_token_that_does_not_suffice_says_so(host: Host, server: Server) -> No
 
 
 def test_a_server_that_says_when_to_come_again_is_obeyed(host: Host, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
+    waited: list[float | None] = []
     wait = threading.Event.wait
-    monkeypatch.setattr(threading.Event, "wait", lambda self, timeout=None: waited.append(timeout) or wait(self, 0.001))
+
+    def briefly(event: threading.Event, timeout: float | None = None) -> bool:
+        waited.append(timeout)
+        return wait(event, 0.001)
+
+    monkeypatch.setattr(threading.Event, "wait", briefly)
     server.refusals = [(429, {"Retry-After": "17"})]
     host.make()
     assert 17.0 in waited

@@ -51,6 +51,7 @@ class HeaderRequest:
         spec: The model, as the inventory has it; ``None`` for a file that the inventory only names (`mmproj`). Without its
             sha256 it is read each time.
         path: Where the file lies on the host, or will.
+        path_there: Where ``connection`` leads to has it by this path, where that is another host.
         hub_url, token: For a model of a hub: where it has the file or folder, and the token that it asks for.
     """
 
@@ -61,6 +62,7 @@ class HeaderRequest:
     #: Where a hub has it, and the token for it.
     hub_url: str = ""
     token: str = field(default="", repr=False)
+    path_there: str = ""
 
 
 #: A header, or why there is none.
@@ -154,7 +156,7 @@ def _known_header(request: HeaderRequest, store: HeaderCache, fetched: Cache) ->
         local = spec.from_controller if spec.prepare is None else None
         copy = None
         if local is not None:
-            copy = _first_file(spec, Path(local))
+            copy = first_file(spec, Path(local))
         elif spec.sha256 is not None and spec.prepare is None:
             copy = fetched.model_path(spec.sha256)
         if copy is not None and (local is not None or copy.is_file()):
@@ -195,7 +197,7 @@ def _only_on_host(spec: ModelSpec) -> bool:
 def _from_here(identity: str, request: HeaderRequest, spec: ModelSpec, fetched: Cache, timeout_s: float) -> dict[str, Outcome]:
     """The header without asking a host."""
     if spec.from_controller is not None:
-        return {identity: read_local(_first_file(spec, Path(spec.from_controller)))}
+        return {identity: read_local(first_file(spec, Path(spec.from_controller)))}
     if spec.sha256 is not None and (copy := fetched.model_path(spec.sha256)).is_file():
         # One that is damaged is noticed, and fetched anew, when it is used.
         with contextlib.suppress(ModelHeaderError):
@@ -227,7 +229,8 @@ def _from_hosts(
                 hint="run it without `--offline`",
             )
             continue
-        by_host.setdefault(request.connection.host, (request.connection, {}))[1][identity] = request.path
+        path = request.path_there or request.path
+        by_host.setdefault(request.connection.host, (request.connection, {}))[1][identity] = path
     tasks: dict[tuple[str, ...], Callable[[], dict[str, Outcome]]] = {
         tuple(paths): partial(_ask_host, connection, paths, access.timeout_s) for connection, paths in by_host.values()
     }
@@ -283,7 +286,7 @@ def _all_at_once(tasks: Mapping[tuple[str, ...], Callable[[], dict[str, Outcome]
     return results
 
 
-def _first_file(spec: ModelSpec, path: Path) -> Path:
+def first_file(spec: ModelSpec, path: Path) -> Path:
     """What the reader of headers is given of a model on this machine: a file, the first of a split one, or a folder."""
     ggufs = sorted(name for name in spec.files if name.endswith(".gguf"))
     path = path.expanduser()

@@ -89,6 +89,12 @@ def test_a_file_on_the_host_is_asked_for_over_its_connection(world: World, monke
     assert len(asked) == 1
 
 
+def test_a_file_of_another_host_is_read_there(world: World) -> None:
+    spec = ModelSpec(from_host={"host": "web2", "path": str(world.file)}, sha256=SHA256)
+    request = HeaderRequest("web1", LOCAL, spec, "/var/lib/v100ctl/models/abababababab-tiny.gguf", path_there=str(world.file))
+    assert world.ask(request) == [world.header]
+
+
 def test_the_second_run_asks_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [on_host(world.file), on_host("/x", from_controller=str(world.file))]
     assert world.ask(*requests) == [world.header] * 2
