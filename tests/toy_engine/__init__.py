@@ -49,6 +49,46 @@ _FILES = {
 }
 
 
+_CUDA_CMAKE = """cmake_minimum_required(VERSION 3.18)
+project(toy C CXX)
+option(TOY_LOUD "print in capitals" OFF)
+set(CMAKE_RUNTIME_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+set(CMAKE_LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bin)
+# As the engine does it: whatever CUDA this finds gives headers and libraries, whichever compiler the next line takes.
+find_package(CUDAToolkit REQUIRED)
+enable_language(CUDA)
+add_library(ggml-cuda SHARED src/scale.cu)
+set_target_properties(ggml-cuda PROPERTIES VERSION 0.3.1 SOVERSION 0)
+target_link_libraries(ggml-cuda PRIVATE CUDA::cudart CUDA::cublas CUDA::cuda_driver)
+add_executable(toy-server tools/server/main.c)
+target_compile_definitions(toy-server PRIVATE "BUILD=\\"${LLAMA_BUILD_NUMBER}\\"")
+target_link_libraries(toy-server ggml-cuda)
+"""
+
+_CUDA_FILES = {
+    "CMakeLists.txt": _CUDA_CMAKE,
+    "LICENSE": "Do as you like.\n",
+    "src/scale.cu": (
+        "#include <cublas_v2.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
+        "__global__ void scale(float *x) { x[threadIdx.x] *= 2; }\n"
+        'extern "C" const char *toy_cards(void) {\n'
+        "    int count = 0; CUdevice device; cublasHandle_t handle;\n"
+        "    if (cudaGetDeviceCount(&count) != cudaSuccess) { return cudaGetErrorString(cudaGetLastError()); }\n"
+        "    scale<<<1, 1>>>(nullptr); cublasCreate(&handle); cuDeviceGet(&device, 0);\n"
+        '    return "cards";\n}\n'
+    ),
+    "tools/server/main.c": (
+        "#include <stdio.h>\nconst char *toy_cards(void);\n"
+        'int main(void) { printf("%s, version (build " BUILD ")\\n", toy_cards()); return 0; }\n'
+    ),
+}
+
+
+def cuda_source_files() -> dict[str, str]:
+    """The files of a like project with a kernel, linked with what the engine's CUDA backend is linked with."""
+    return dict(_CUDA_FILES)
+
+
 def source_files(*, slow: bool = False, **changed: str) -> dict[str, str]:
     """The project's files.
 

@@ -92,7 +92,7 @@ def build_in_container(
         client = ensure_docker(reporter, install=True)
         try:
             with engine_errors(f"compile {build_id}"):
-                container = _container(client, build, _image(client, reporter, build["container"]))
+                container = _container(client, build, ensure_image(client, reporter, build["container"]))
                 try:
                     _start(container, build, source, patches)
                     status = _await(container, build_id)
@@ -113,7 +113,13 @@ def image_tag(wanted: Mapping[str, Any]) -> str:
     return f"{REPOSITORY}:{wanted['distribution']}-{wanted['version']}-{digest}"
 
 
-def _image(client: docker.DockerClient, reporter: Any, wanted: Mapping[str, Any]) -> str:
+def ensure_image(client: docker.DockerClient, reporter: Any, wanted: Mapping[str, Any]) -> str:
+    """The name of the image for a document ``container``, made first where it is not there yet.
+
+    Raises:
+        ArtifactError: Neither a registry nor this machine's package mirror gives the distribution, or packages are missing.
+        LabError: Docker Engine does not do its part.
+    """
     from docker.errors import ImageNotFound
 
     from v100ctl.lab import lab_dir

@@ -93,7 +93,7 @@ def space_rules(
             cuda = release.build["backend"] == "cuda"
             need("/opt/v100ctl", 2 * (row.release_bytes + (row.cuda_beside.release_bytes if cuda else 0)))
             if builds_here:
-                need("/var/lib/v100ctl", row.build_bytes + (row.cuda_beside.build_bytes if cuda else 0))
+                need("/var/lib/v100ctl", release.build.get("build_space_bytes", row.build_bytes))
     for file in (file for model in models for file in model.files):
         present = facts.models.get(file.path)
         if file.source["kind"] != "host" and not (present and present.exists) and file.size_bytes:
