@@ -439,6 +439,53 @@ def _replace_by_link(folder: Path) -> None:
     (folder / "bin/llama-server").symlink_to("/bin/true")
 
 
+def manifest_release(release: Path) -> Path:
+    """A release of so many files that a manifest beside `release.json` lists them."""
+    (release / "lib").mkdir()
+    (release / "lib/module.py").write_bytes(b"x = 1\n")
+    (release / "bin/python").symlink_to("/usr/bin/python3")
+    entry = [6, "0644", hashlib.sha256(b"x = 1\n").hexdigest()]
+    content = json.dumps({"lib/module.py": entry, "bin/python": [0, "link", "/usr/bin/python3"]}).encode()
+    (release / "manifest.json").write_bytes(content)
+    listed = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_release(release, {"manifest.json": listed})
+    return release
+
+
+def change(path: Path) -> None:
+    path.write_bytes(b"x = 2\n")
+
+
+def lead_elsewhere(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/usr/bin/python2")
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "problem"),
+    [
+        ("lib/module.py", change, "lib/module.py has other content"),
+        ("lib/module.py", Path.unlink, "lib/module.py is missing"),
+        ("bin/python", lead_elsewhere, "bin/python leads elsewhere"),
+        ("bin/python", Path.unlink, "bin/python is missing"),
+    ],
+)
+def test_files_of_a_manifest_are_looked_at_deeply_alone(
+    release: Path, name: str, harm: Callable[[Path], None], problem: str
+) -> None:
+    manifest_release(release)
+    assert releases(release, deep=True)[0]["problem"] == ""
+    harm(release / name)
+    assert releases(release)[0]["problem"] == ""
+    assert releases(release, deep=True)[0]["problem"] == problem
+
+
+def test_a_manifest_that_was_changed_is_seen(release: Path) -> None:
+    manifest_release(release)
+    (release / "manifest.json").write_text("{}")
+    assert "manifest.json has 2 bytes" in releases(release)[0]["problem"]
+
+
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [

@@ -62,6 +62,8 @@ MAX_DOCUMENT_BYTES = 2 << 20
 MAX_STATUS_BYTES = 64 << 20
 MAX_RELEASES = 100
 MAX_RELEASE_FILES = 5000
+#: Lists the files of a release that has too many for its ``release.json``: they are looked at with ``--deep`` alone.
+MANIFEST = "manifest.json"
 MAX_UNITS = 200
 MAX_LISTENERS = 1000
 MAX_PROC_LINKS = 200000
@@ -1059,6 +1061,32 @@ def check_release_file(folder: str, relative: str, expected: object, deep: bool)
     return ""
 
 
+def check_manifest(folder: str) -> str:
+    """Why one of the many files is not what the release's ``manifest.json`` says, empty if all are.
+
+    ``release.json`` lists it with its hash. It has ``[size, mode, sha256]`` for each file, for a link ``[0, "link", target]``.
+    """
+    try:
+        listed = read_json(os.path.join(folder, MANIFEST), MAX_STATUS_BYTES)
+    except (OSError, ProbeFailure) as error:
+        return "{}: {}".format(MANIFEST, getattr(error, "strerror", None) or error)
+    for relative in sorted(listed):
+        entry = listed[relative]
+        if not isinstance(entry, list) or len(entry) != 3:
+            return f"{relative}: {MANIFEST} lists it wrongly"
+        if entry[1] == "link":
+            try:
+                if os.readlink(os.path.join(folder, relative)) != entry[2]:
+                    return f"{relative} leads elsewhere"
+            except OSError:
+                return f"{relative} is missing"
+            continue
+        problem = check_release_file(folder, relative, {"size_bytes": entry[0], "sha256": entry[2]}, deep=True)
+        if problem:
+            return problem
+    return ""
+
+
 def check_release(folder: str, engine: str, build_id: str, deep: bool) -> "Document":
     """One release folder, as ``ReleaseFacts``."""
     facts = {"path": folder, "engine": engine, "build_id": build_id, "release": {}, "problem": ""}  # type: Document
@@ -1078,6 +1106,8 @@ def check_release(folder: str, engine: str, build_id: str, deep: bool) -> "Docum
     else:
         problems = (check_release_file(folder, relative, files[relative], deep) for relative in sorted(files))
         facts["problem"] = next((problem for problem in problems if problem), "")
+        if deep and not facts["problem"] and MANIFEST in files:
+            facts["problem"] = check_manifest(folder)
     return facts
 
 
