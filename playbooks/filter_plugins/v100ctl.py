@@ -156,6 +156,28 @@ def judge(completion: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def vllm_requirements(build: Mapping[str, Any], file: str) -> str:
+    """The packages of a release of vLLM, one a line with hashes: the shipped lock's for its Python, or those of the user's file.
+
+    Args:
+        build: What the plan asks for.
+        file: ``vllm_requirements``, a path on the controller.
+    """
+    found: str = _module("v100ctl.wheels").requirements(_plain(build), str(file))
+    return found
+
+
+def vllm_wheels(folder: str, requirements: str) -> list[str]:
+    """The wheels of a folder on the controller that a release's requirements allow, by their hashes.
+
+    Args:
+        folder: ``vllm_wheels``.
+        requirements: What :func:`vllm_requirements` returned.
+    """
+    found: list[str] = _module("v100ctl.wheels").wheels(str(folder), str(requirements))
+    return found
+
+
 def package_file(name: str) -> str:
     """The absolute path of something that the package ships, for modules that read from the controller.
 
@@ -183,4 +205,6 @@ class FilterModule:
             "v100ctl_probe_request": _explained(probe_request),
             "v100ctl_restarts": _explained(restarts),
             "v100ctl_toolkit": _explained(toolkit),
+            "v100ctl_vllm_requirements": _explained(vllm_requirements),
+            "v100ctl_vllm_wheels": _explained(vllm_wheels),
         }

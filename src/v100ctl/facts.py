@@ -95,6 +95,8 @@ class Filesystem(_Facts):
     total_bytes: int = 0
     free_bytes: int = 0
     read_only: bool = False
+    #: Nothing that lies there can be run, or loaded as code.
+    no_exec: bool = False
 
 
 class Systemd(_Facts):
@@ -489,7 +491,7 @@ class ProbeRequest(BaseModel):
     #: Model files to report.
     models: tuple[str, ...] = ()
     #: Paths whose filesystem is of interest.
-    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/var/lib/v100ctl/models")
+    filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/var/lib/v100ctl/models", "/var/cache")
     #: Instances to ask for their health: name -> URL on the host itself.
     health: dict[str, str] = Field(default_factory=dict)
     #: Accounts to look up.

@@ -673,7 +673,9 @@ class HostConfig(BaseModel):
     gpu_tuning_ecc: Literal["", "enabled", "disabled"]
     gpu_tuning_compute_mode: Literal["", "default", "exclusive_process", "prohibited"]
     gpu_tuning_docker_ulimits: dict[Annotated[str, Field(pattern=r"^[a-z]+$")], Annotated[int, Field(ge=-1)]]
-    vllm_version: str = Field(default="0.8.5.post1", pattern=r"^[0-9]+\.[0-9]+\.[0-9]+(\.post[0-9]+)?$")
+    vllm_version: str = Field(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+(\.post[0-9]+)?$")
+    vllm_requirements: str
+    vllm_requirements_sha256: str = Field(pattern=r"^([0-9a-f]{64})?$")
     llama_cpp_build: int = Field(ge=1)
     llama_cpp_backend: Literal["cuda", "cpu"]
     llama_cpp_cuda_architectures: str = Field(pattern=r"^[0-9]{2,3}(-real|-virtual)?(;[0-9]{2,3}(-real|-virtual)?)*$")

@@ -207,8 +207,6 @@ def _early_result(state: Examined) -> HostResult | None:
     if state.plan is not None and state.plan.verdict == "refused":
         refusals = [describe(rule) for rule in state.plan.rules if rule.severity == "refuse"]
         return HostResult("refused", state, "\n".join(["refused, and nothing was changed", *refusals]))
-    if state.plan is not None and state.plan.unavailable:
-        return HostResult("refused", state, "\n".join(["refused, and nothing was changed", *state.plan.unavailable]))
     return None
 
 

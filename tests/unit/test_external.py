@@ -153,7 +153,6 @@ def test_a_unit_is_written_and_nothing_is_compiled() -> None:
     assert release.toolchain_packages == ()
     unit = next(file for file in plan.files if file.path.endswith("v100-chat.service"))
     assert f"ExecStart={release.path}/bin/server" in unit.content
-    assert plan.unavailable == ()
 
 
 def test_the_release_is_named_by_its_bytes_and_layout() -> None:

@@ -132,15 +132,6 @@ def test_cuda_options_are_todays_names() -> None:
     assert not [name for name in options if name.startswith("LLAMA_CUDA")]
 
 
-def test_what_no_role_installs_is_said_for_each_instance() -> None:
-    wheel = {"engine": "vllm", "model": {"path": "/srv/models/awq", "sha256": "ab" * 32}, "port": 8001}
-    both = {"compiled": {"model": MODEL, "port": 8000}, "wheel": wheel}
-    decided = make_plan(config=parse_config("h1", {"llama_cpp_backend": "cuda", "llm_server_instances": both}))
-    (reason,) = decided.unavailable
-    assert reason.startswith("h1/wheel needs the engine `vllm`")
-    assert make_plan(config=make_config(llama_cpp_backend="cuda")).unavailable == ()
-
-
 def test_the_digest_changes_with_what_needs_a_restart() -> None:
     def digest(instance: dict[str, Any] | None = None, **variables: Any) -> str:
         (found,) = make_plan(config=make_config(instance, **variables)).instances

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,11 +160,11 @@ def test_a_draft_needs_its_path() -> None:
 
 def test_the_environment_forces_the_engine_that_runs_on_volta() -> None:
     spec = InstanceSpec.model_validate({"engine": "vllm", "model": MODEL, "settings": {"threads": 8}})
-    found = environment(spec, row(NEW))
+    found = environment("chat", spec, row(NEW))
     assert found["VLLM_USE_V1"] == "0"
     assert found["VLLM_ATTENTION_BACKEND"] == "XFORMERS"
     assert found["OMP_NUM_THREADS"] == "8"
-    assert "VLLM_USE_V1" not in environment(spec, row(OLD))
+    assert "VLLM_USE_V1" not in environment("chat", spec, row(OLD))
 
 
 @pytest.mark.parametrize(
@@ -323,6 +324,7 @@ _SETTINGS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@hypothesis.settings(deadline=None)
 @given(settings=_SETTINGS, gpu_count=st.integers(1, 8))
 def test_every_rendered_argv_is_one_that_the_parser_takes(version: str, settings: dict[str, Any], gpu_count: int) -> None:
     found = words(version, settings, gpu_count=gpu_count)

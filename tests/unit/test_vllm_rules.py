@@ -16,6 +16,7 @@ from v100ctl.plan.rules.vllm import (
     quantization_method,
     vllm_argv_rules,
     vllm_extra_args_rules,
+    vllm_release_rules,
     vllm_rules,
     vllm_sharing_rules,
 )
@@ -52,6 +53,42 @@ def judged(
     return found
 
 
+def judged_release(version: str, python: str = "3.11.2", **variables: Any) -> dict[str, Rule]:
+    config = make_config({"engine": "vllm"}, vllm_version=version, **variables)
+    catalog = load_catalog()
+    row = catalog.vllm(version)
+    assert row is not None
+    facts = make_facts(python={"version": python, "executable": "/usr/bin/python3"})
+    return {rule.id: rule for rule in vllm_release_rules("chat", config, facts, row, catalog)}
+
+
+def test_a_lock_is_needed_for_version_and_python() -> None:
+    for version in (OLD, NEW):
+        for python in ("3.9.2", "3.10.12", "3.11.2", "3.12.3"):
+            assert judged_release(version, python) == {}
+    for python in ("3.8.10", "3.13.5", ""):
+        refused = judged_release(NEW, python)["vllm-python"]
+        assert "3.9 to 3.12" in refused.reason
+        assert refused.nearest is not None
+        assert "Debian 12" in refused.nearest and "Debian 13" not in refused.nearest
+    unlocked = judged_release("0.7.3")["vllm-version-without-lock"]
+    assert unlocked.nearest is not None
+    assert NEW in unlocked.nearest
+
+
+def test_a_build_of_the_users_own_is_named_by_its_hash_and_known_to_nobody() -> None:
+    own = {"vllm_requirements": "/srv/fork.txt"}
+    assert list(judged_release(NEW, **own)) == ["vllm-requirements-unpinned"]
+    pinned = {**own, "vllm_requirements_sha256": "ab" * 32}
+    (warned,) = judged_release("0.7.3", "3.13.5", **pinned).values()
+    assert (warned.id, warned.severity) == ("vllm-build-unknown", "warn")
+    # What upstream's version refuses may run in a fork.
+    awq = model(QWEN25_7B, AWQ)
+    assert "vllm-quantization-below-minimum" in judged({"quantization": "awq"}, awq)
+    assert judged({"quantization": "awq", "chunked_prefill": True}, awq, **pinned) == {}
+    assert "setting-meaningless" in judged({"flash_attention": "on"}, **pinned)
+
+
 def test_a_sound_instance_is_let_pass_in_every_version_that_runs() -> None:
     for version in load_catalog().vllm_versions:
         assert judged(version=version) == {}
@@ -76,12 +113,6 @@ def test_a_sound_instance_is_let_pass_in_every_version_that_runs() -> None:
             {"nvidia_driver_branch": "535", "facts": {"nvidia": {"module_version": "470.256.02"}}},
         ),
         ("vllm-driver-too-old", {"facts": {"nvidia": {"module_version": "525.60.11"}}}, {"nvidia_driver_branch": "525"}),
-        ("vllm-python", {"facts": {"python": {"version": "3.13.1"}}}, {"facts": {"python": {"version": "3.12.3"}}}),
-        (
-            "vllm-python",
-            {"facts": {"python": {"version": "3.8.10"}}},
-            {"facts": {"python": {"version": "3.8.10"}}, "version": OLD},
-        ),
         ("setting-meaningless", {"settings": {"flash_attention": "on"}}, {"settings": {"enforce_eager": True}}),
         ("setting-meaningless", {"settings": {"kv_cache_type_k": "q8_0"}}, {"settings": {"kv_cache_type_k": "auto"}}),
         (

@@ -308,6 +308,8 @@ class Distribution(Row):
         tested: ``run``: the whole path is run by this project's tests. ``rendered``: names were looked up, nothing was run.
         glibc, gcc, kernel, python: What the release brings by default.
         compilers: gcc major -> the package of its C++ compiler, beside the default one.
+        python_packages: What an engine written in Python needs: virtual environments, and a C compiler with the headers of Python
+            and of the C library for the kernels that Triton compiles while it runs.
         dkms_source: Package (a name or an address) that makes the repository known which has DKMS, by ``ID`` of ``os-release``;
             empty where the release itself has it.
         reason: What keeps the roles from it, where ``provisioned`` is false.
@@ -326,6 +328,7 @@ class Distribution(Row):
     compilers: Mapping[int, str]
     toolchain_packages: tuple[str, ...]
     runtime_packages: tuple[str, ...]
+    python_packages: tuple[str, ...] = ()
     dkms_source: Mapping[str, str] = Field(default_factory=dict)
     reason: str | None = None
     source: str

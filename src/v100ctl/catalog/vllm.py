@@ -226,6 +226,21 @@ class VllmDefaults(Row):
     batch_size_min: int
 
 
+class VllmLock(Row):
+    """How the complete lock of a version is made (:mod:`v100ctl.catalog.lock_vllm`), and how large what it installs is.
+
+    ``until`` is the day after which no package of it was published, ``left_out`` are packages that cannot be installed (name ->
+    why), ``download_bytes`` all wheels together, ``release_bytes`` what they are once they are unpacked and compiled.
+    """
+
+    source: str
+    until: date
+    pythons: tuple[str, ...]
+    left_out: Mapping[str, str] = Field(default_factory=dict)
+    download_bytes: int
+    release_bytes: int
+
+
 class VllmRow(Row):
     """One version, or a range of versions (``covers``) that is not offered.
 
@@ -249,6 +264,8 @@ class VllmRow(Row):
     torch_architectures: tuple[int, ...]
     requirements: Mapping[str, str] = Field(default_factory=dict)
     requirements_source: str | None = None
+    #: Rows without cannot be installed.
+    lock: VllmLock | None = None
     environment: Mapping[str, str] = Field(default_factory=dict)
     always: tuple[tuple[str, ...], ...] = ()
     defaults: VllmDefaults | None = None

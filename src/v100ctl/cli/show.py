@@ -224,13 +224,13 @@ def print_rules(out: Out, state: Examined) -> None:
                 (f"  {rule.severity}: ", _SEVERITY_STYLE[rule.severity]), f"{where}{clean(rule.reason)} [{rule.id}]{nearest}"
             )
         )
-    for reason in state.plan.unavailable:
-        out.print(Text(f"  note: {clean(reason)}", style="yellow"))
 
 
 def _engine_label(release: Release) -> str:
     if release.engine == "external":
         return f"{release.build['name']}, which you bring"
+    if release.engine == "vllm":
+        return f"vllm {release.build['version'] or 'of your own requirements'}, Python {release.build['python']}"
     return f"{release.engine} {release.build['build_number']}, backend {release.build['backend']}"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from v100ctl.catalog import Catalog, load_catalog
+from v100ctl.catalog import Catalog, Distribution, load_catalog
 from v100ctl.facts import Facts, ProbeRequest
 from v100ctl.fleet import (
     CONFIG_VARIABLES,
@@ -144,16 +144,18 @@ def plan(
         *planner.instance_verdicts,
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(planner.releases, facts, builds_here=planner.builds_here),
-        *space_rules(planner.releases, models, facts, planner.llama_cpp_row, builds_here=planner.builds_here),
+        *space_rules(
+            planner.releases, models, facts, planner.llama_cpp_row, builds_here=planner.builds_here, wheels=planner.vllm_releases
+        ),
     ]
     return with_host_json(
         HostPlan(
             host=host,
             as_of=as_of.isoformat(),
             rules=tuple(rules),
-            packages=distribution.runtime_packages if present and distribution else (),
+            packages=_packages(distribution, present),
             directories=_directories(),
-            releases=planner.releases,
+            releases=(*planner.releases, *planner.vllm_releases),
             models=models,
             unused_models=tuple(unused) if config.model_store_prune else (),
             files=(
@@ -167,9 +169,16 @@ def plan(
             driver=planner.driver,
             cuda=planner.cuda,
             tuning=planner.tuning,
-            unavailable=planner.unavailable,
         )
     )
+
+
+def _packages(distribution: Distribution | None, present: Mapping[str, InstanceSpec]) -> tuple[str, ...]:
+    """The distribution's packages that the instances need while they run."""
+    if distribution is None or not present:
+        return ()
+    in_python = any(spec.engine == "vllm" for spec in present.values())
+    return (*distribution.runtime_packages, *(distribution.python_packages if in_python else ()))
 
 
 def _instances_on_host(facts: Facts) -> set[str]:

@@ -55,6 +55,7 @@ from v100ctl.plan.rules.vllm import (
     quantization_method,
     vllm_argv_rules,
     vllm_extra_args_rules,
+    vllm_release_rules,
     vllm_rules,
     vllm_sharing_rules,
     vllm_unspelled_rule,
@@ -76,8 +77,6 @@ from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_nam
 
 #: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
 _BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-#: Engines that are planned and that no role installs.
-_ENGINES_WITHOUT_ROLE = ("vllm",)
 
 
 def _with_memory(instance: Instance, chosen: Sequence[HostCard]) -> Proof:
@@ -122,12 +121,13 @@ class Planner:
                     self._unresolved.add(name)
         self.instances: dict[str, Instance] = {}
         self.files: dict[str, ManagedFile] = {}
+        #: Of llama.cpp.
         self.releases: tuple[Release, ...] = ()
+        self.vllm_releases: tuple[Release, ...] = ()
         self.driver: DriverDecision | None = None
         self.cuda: CudaDecision | None = None
         self.tuning: TuningDecision | None = None
         self.tuning_files: tuple[ManagedFile, ...] = ()
-        self.unavailable: tuple[str, ...] = ()
         self._cards: tuple[HostCard, ...] = ()
         self._chosen: dict[str, tuple[HostCard, ...]] = {}
         self._fits: dict[str, Fit] = {}
@@ -163,6 +163,10 @@ class Planner:
             self.releases = (
                 llama_cpp.build_release(self.config, self.llama_cpp_row, self._distribution, self.facts, self.catalog),
             )
+        vllm_row = self.catalog.vllm(self.config.vllm_version)
+        if vllm_row is not None and any(spec.engine == "vllm" for spec in self._specs.values()):
+            release = vllm.release(self.config, vllm_row, self._distribution, self.facts)
+            self.vllm_releases = (release,) if release else ()
         if any(self._on_cards(spec) for spec in self._specs.values()):
             self._decide_cards()
         for name, spec in self._specs.items():
@@ -232,12 +236,6 @@ class Planner:
             self.host_verdicts += verdicts
         self.tuning, self.tuning_files, verdicts = decide_tuning(self.config, self.facts, self._cards)
         self.host_verdicts += verdicts
-        self.unavailable = tuple(
-            f"{self.host}/{name} needs the engine `{spec.engine}`, and this version does not install it yet: "
-            "`plan` and `render` work, `provision` needs `engine: llama_cpp`"
-            for name, spec in on_cards.items()
-            if spec.engine in _ENGINES_WITHOUT_ROLE
-        )
 
     # Instances
 
@@ -322,11 +320,13 @@ class Planner:
         self.instance_verdicts += vllm_rules(name, spec, self.config, self.facts, row, header, cards, self.catalog)
         if row is None or not row.launchable:
             return
+        self.instance_verdicts += vllm_release_rules(name, self.config, self.facts, row, self.catalog)
         problems = [*vllm_extra_args_rules(name, spec, row)]
         self.instance_verdicts += problems
-        if problems or vllm.meaningless_settings(spec.settings, row):
+        release = next(iter(self.vllm_releases), None)
+        if problems or release is None or vllm.meaningless_settings(spec.settings, row):
             return
-        release_path = f"{llama_cpp.ENGINES_DIR}/vllm/{row.version}"
+        release_path = release.path
         try:
             argv = vllm.argv(
                 spec,
@@ -341,10 +341,10 @@ class Planner:
             self.instance_verdicts.append(vllm_unspelled_rule(name, row, error, self.catalog))
             return
         parser = self.catalog.vllm_parser(row.version)
-        if parser is not None:
+        if parser is not None and not vllm.own_build(self.config):
             found = vllm.check_argv(argv, parser, former=row.former_arguments)
             self.instance_verdicts += vllm_argv_rules(name, found)
-        environment = {**_BY_BUS, **vllm.environment(spec, row)}
+        environment = {**_BY_BUS, **vllm.environment(name, spec, row)}
         if chosen:
             # It reads this variable as numbers: a UUID there is an error.
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(card.index) for card in chosen)
@@ -360,7 +360,7 @@ class Planner:
             # It computes nowhere else, and says nothing about its cards that every version words alike.
             proof=Proof(on_cards=True),
         )
-        computed = vllm.moves_memory(spec.extra_args, row) is None
+        computed = vllm.moves_memory(spec.extra_args, row) is None and not vllm.own_build(self.config)
         if header is not None and header.format == "safetensors" and cards and computed:
             self._fit_vllm(name, spec, row, header, cards)
 
@@ -479,7 +479,7 @@ class Planner:
             start_timeout_s=START_TIMEOUT_S,
             context_length=context_length,
             parallel=parallel,
-            parser_argv=llama_cpp.parser_argv(argv) if spec.engine == "llama_cpp" else (),
+            parser_argv=vllm.parser_argv(argv) if spec.engine == "vllm" else llama_cpp.parser_argv(argv),
             gpus=tuple(card.key for card in self._chosen.get(name, ())),
             proof=proof,
         )

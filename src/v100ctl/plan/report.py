@@ -38,7 +38,6 @@ def host_document(state: Examined) -> dict[str, Any]:
             "changes": [],
             "driver": None,
             "cuda": None,
-            "unavailable": [],
             "error": state.error.message if state.error else "no facts",
         }
     units = {file.instance: file.content for file in plan.files if file.instance}
@@ -66,7 +65,6 @@ def host_document(state: Examined) -> dict[str, Any]:
         },
         "driver": None if plan.driver is None else {name: plain_data(getattr(plan.driver, name)) for name in _DRIVER_KEYS},
         "cuda": None if plan.cuda is None else {name: plain_data(getattr(plan.cuda, name)) for name in _CUDA_KEYS},
-        "unavailable": list(plan.unavailable),
         "changes": [
             {
                 "role": finding.role,

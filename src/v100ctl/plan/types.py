@@ -331,8 +331,7 @@ class HostPlan:
     """Everything that is decided for one host.
 
     A refused plan holds its rules and whatever was decided before; :attr:`verdict` says that none of it may be applied.
-    ``unused_models`` are paths in the store that are to be removed. ``unavailable`` names what is planned soundly, but has no
-    role in this version that would carry it out.
+    ``unused_models`` are paths in the store that are to be removed.
     """
 
     host: str
@@ -351,7 +350,6 @@ class HostPlan:
     driver: DriverDecision | None = None
     cuda: CudaDecision | None = None
     tuning: TuningDecision | None = None
-    unavailable: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -367,9 +365,8 @@ class HostPlan:
     def to_role_variables(self) -> dict[str, Any]:
         """The plan as the plain data that playbooks pass to the roles (``v100ctl_plan``)."""
         document: dict[str, Any] = plain_data(self)
-        # For a playbook there is no difference between what cannot work and what no role can do.
-        document["verdict"] = "refused" if self.unavailable else self.verdict
-        document["refusals"] = [describe(rule) for rule in self.rules if rule.severity == "refuse"] + list(self.unavailable)
+        document["verdict"] = self.verdict
+        document["refusals"] = [describe(rule) for rule in self.rules if rule.severity == "refuse"]
         document["warnings"] = [describe(rule) for rule in self.rules if rule.severity == "warn"]
         return document
 

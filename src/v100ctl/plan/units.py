@@ -52,6 +52,9 @@ def render_unit(
         "release_path": release_path,
         "account": Account(),
         "limit_nofile": LIMIT_NOFILE,
+        # Both are vLLM's: Triton's kernels, and PyTorch's process groups.
+        "writes_cache": engine == "vllm",
+        "lists_interfaces": engine == "vllm",
     }
     bare = render("systemd/llm_server.service.j2", **values, environment=dict(environment))
     models = "\n".join(model_sha256s)

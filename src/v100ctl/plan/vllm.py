@@ -2,19 +2,85 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from v100ctl.catalog import Distribution
 from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow
-from v100ctl.fleet import InstanceSpec, Settings
+from v100ctl.catalog.vllm_lock import shipped_lock_for
+from v100ctl.facts import Facts
+from v100ctl.fleet import HostConfig, InstanceSpec, Settings
 from v100ctl.plan.argv import ArgvProblem
+from v100ctl.plan.llama_cpp import ENGINES_DIR
+from v100ctl.plan.types import Release
 
 #: The server as a module: unlike the script `vllm`, it does not hold the path of the interpreter that it was installed with.
 MODULE = "vllm.entrypoints.openai.api_server"
+#: The file of a release that has its parser read a command line and ends (`roles/vllm/files/read_arguments.py`).
+PARSER = "read_arguments.py"
+#: Below it each instance has a folder of its own for what it compiles while it runs.
+CACHE_ROOT = "/var/cache"
+CACHE_DIR = f"{CACHE_ROOT}/v100ctl"
+#: Bumped when the role lays a release out differently.
+RELEASE_LAYOUT = 1
 #: Tokens that one request may use where the inventory says nothing; every engine of this toolkit has the same.
 DEFAULT_CONTEXT_LENGTH = 4096
+
+
+def own_build(config: HostConfig) -> bool:
+    """Whether the user's own requirements are installed, of which the catalog knows nothing."""
+    return bool(config.vllm_requirements)
+
+
+def host_python(facts: Facts) -> str:
+    """The minor version of the host's Python (``3.11``), empty where it is not known."""
+    return ".".join(facts.python.version.split(".")[:2]) if facts.python.version else ""
+
+
+def release(config: HostConfig, row: VllmRow, distribution: Distribution | None, facts: Facts) -> Release | None:
+    """The release that a host needs; ``None`` where this version has no lock for its Python.
+
+    Its id hashes everything that decides the files: the lock's lines for this Python, or the user's requirements file, and the
+    machine.
+    """
+    python = host_python(facts)
+    decides: dict[str, Any] = {"python": python, "machine": facts.machine, "layout": RELEASE_LAYOUT}
+    if own_build(config):
+        decides["file_sha256"] = config.vllm_requirements_sha256
+    else:
+        lock = shipped_lock_for(row.version, python) if row.lock is not None and python in row.lock.pythons else None
+        if lock is None:
+            return None
+        decides["lock_sha256"] = hashlib.sha256(lock.encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
+    name = "own" if own_build(config) else row.version
+    build_id = f"{name}-py{python}-{digest}"
+    path = f"{ENGINES_DIR}/vllm/{build_id}"
+    build: dict[str, Any] = {
+        "schema": "v100ctl/build/1",
+        "engine": "vllm",
+        "build_id": build_id,
+        "path": path,
+        "version": "" if own_build(config) else row.version,
+        # Where it lies decides nothing: its minor version does.
+        "interpreter": facts.python.executable,
+        **decides,
+        # Looked for in PyTorch, in vLLM's own libraries and in xformers' before the release gets its name.
+        "architectures": ["sm_70"],
+        "environment": dict(row.environment),
+        "download_bytes": row.lock.download_bytes if row.lock and not own_build(config) else 0,
+        "release_bytes": row.lock.release_bytes if row.lock and not own_build(config) else 0,
+    }
+    return Release(
+        engine="vllm",
+        build_id=build_id,
+        path=path,
+        build=build,
+        toolchain_packages=distribution.python_packages if distribution else (),
+    )
 
 
 class UnspelledSettingError(KeyError):
@@ -177,12 +243,32 @@ def argv(
     return (*words, *spec.extra_args)
 
 
-def environment(spec: InstanceSpec, row: VllmRow) -> dict[str, str]:
-    """What the server finds in its environment; the cards (``CUDA_VISIBLE_DEVICES``, by index) and keys are added on the host."""
-    found = dict(row.environment)
+def cache_directory(instance: str) -> str:
+    """Where an instance may write: kernels that Triton compiles are loaded from there, so it must not be mounted ``noexec``."""
+    return f"{CACHE_DIR}/{instance}"
+
+
+def environment(instance: str, spec: InstanceSpec, row: VllmRow) -> dict[str, str]:
+    """What the server finds in its environment; the cards (``CUDA_VISIBLE_DEVICES``, by index) and keys are added on the host.
+
+    Everything that writes below the home of its user is led into the instance's own cache: its unit can write nowhere else.
+    """
+    cache = cache_directory(instance)
+    found = {
+        **row.environment,
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "XDG_CACHE_HOME": cache,
+        "XDG_CONFIG_HOME": f"{cache}/config",
+    }
     if spec.settings.threads is not None:
         found["OMP_NUM_THREADS"] = str(spec.settings.threads)
     return found
+
+
+def parser_argv(argv: Sequence[str]) -> tuple[str, ...]:
+    """The command that has the release's own parser read ``argv``: it ends with 0 where that takes every word."""
+    interpreter, _, _, *arguments = argv
+    return (interpreter, "-B", interpreter.removesuffix("bin/python") + PARSER, *arguments)
 
 
 def _text(value: object) -> str:

@@ -606,6 +606,7 @@ def collect_filesystem(path: str) -> "Document":
         # Root may use the blocks that are set aside for it.
         "free_bytes": space.f_bfree * space.f_frsize,
         "read_only": bool(space.f_flag & os.ST_RDONLY),
+        "no_exec": bool(space.f_flag & os.ST_NOEXEC),
     }
 
 

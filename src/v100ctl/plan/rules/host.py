@@ -67,12 +67,25 @@ def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
                 f"{filesystem} lies on {found_at.mount}, which is mounted read-only",
                 "a writable disk",
             )
+        if filesystem == "/opt/v100ctl" and found_at and found_at.no_exec:
+            yield Rule(
+                "filesystem-noexec",
+                "refuse",
+                f"{filesystem}, where engines lie, is on {found_at.mount}, which is mounted `noexec`",
+                f"`mount -o remount,exec {found_at.mount}`, and the same in /etc/fstab",
+            )
 
 
 def space_rules(
-    releases: tuple[Release, ...], models: tuple[Model, ...], facts: Facts, row: LlamaCppBuild | None, *, builds_here: bool
+    releases: tuple[Release, ...],
+    models: tuple[Model, ...],
+    facts: Facts,
+    row: LlamaCppBuild | None,
+    *,
+    builds_here: bool,
+    wheels: tuple[Release, ...] = (),
 ) -> Iterator[Rule]:
-    """Is there room for what is missing? Counts per filesystem, what is there already not at all."""
+    """Is there room for what is missing? Counts per filesystem, what is there already not at all. ``wheels``: of vLLM."""
     needs: dict[str, tuple[str, int]] = {}
 
     def need(path: str, size_bytes: int) -> None:
@@ -94,6 +107,11 @@ def space_rules(
             need("/opt/v100ctl", 2 * (row.release_bytes + (row.cuda_beside.release_bytes if cuda else 0)))
             if builds_here:
                 need("/var/lib/v100ctl", release.build.get("build_space_bytes", row.build_bytes))
+    for release in wheels:
+        found = facts.release(release.path)
+        if found is None or found.problem:
+            need("/opt/v100ctl", release.build["release_bytes"])
+            need("/var/lib/v100ctl", release.build["download_bytes"])
     for file in (file for model in models for file in model.files):
         present = facts.models.get(file.path)
         if file.source["kind"] != "host" and not (present and present.exists) and file.size_bytes:

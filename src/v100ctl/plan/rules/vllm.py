@@ -72,9 +72,15 @@ def vllm_rules(
             f"`vllm_version: {catalog.vllm_versions[-1]}`",
         )
         return
+    if vllm.own_build(config):
+        # Its flags are spelled like this version's; what it can run is known to nobody here.
+        if row.launchable:
+            yield from check.meaningless_rules(row)
+        return
     yield from check.version_rules(row)
     if not row.launchable:
         return
+    yield from check.meaningless_rules(row)
     yield from check.setting_rules(row)
     if header is None:
         yield from check.method_rules(row, spec.settings.quantization)
@@ -147,23 +153,18 @@ class _Check:
                 f"the wheels of vLLM {row.version} hold CUDA {row.cuda}, which needs driver {row.driver_min}; this is {driver}",
                 "`nvidia_driver_branch: auto`, which installs 535",
             )
-        python = self.facts.python.version
-        if python and not version_key(row.python_min) <= version_key(python)[:2] <= version_key(row.python_max):
-            yield self.refuse(
-                "vllm-python",
-                f"vLLM {row.version} has wheels for Python {row.python_min} to {row.python_max}; the host has {python}",
-                f"a distribution with Python {row.python_max} or older, or {_LLAMA_CPP}",
-            )
 
     def _driver(self) -> str:
         """The driver that will run: the one that is pinned, else the one that is there."""
         branch = self.config.nvidia_driver_branch
         return branch if branch != "auto" else self.facts.nvidia.module_version
 
+    def meaningless_rules(self, row: VllmRow) -> Iterator[Rule]:
+        for setting, why in vllm.meaningless_settings(self.settings, row).items():
+            yield self.refuse("setting-meaningless", f"`{setting}` means nothing to vLLM: {why}", f"leave `{setting}` out")
+
     def setting_rules(self, row: VllmRow) -> Iterator[Rule]:
         settings = self.settings
-        for setting, why in vllm.meaningless_settings(settings, row).items():
-            yield self.refuse("setting-meaningless", f"`{setting}` means nothing to vLLM: {why}", f"leave `{setting}` out")
         if self.capability < _AMPERE:
             for setting, asked in (("chunked_prefill", settings.chunked_prefill), ("prefix_caching", settings.prefix_caching)):
                 if asked and settings.dtype not in ("float", "float32"):
@@ -499,6 +500,59 @@ def vllm_argv_rules(name: str, problems: Sequence[ArgvProblem]) -> Iterator[Rule
             "refuse" if problem.fatal else "warn",
             problem.message,
             f"`{problem.meant}`" if problem.meant else "leave it out",
+            instance=name,
+        )
+
+
+def vllm_release_rules(name: str, config: HostConfig, facts: Facts, row: VllmRow, catalog: Catalog) -> Iterator[Rule]:
+    """Can this host get and run what the inventory asks for: is there a lock for its Python, or a file of the user's own?"""
+    cache = facts.filesystems.get(vllm.CACHE_ROOT)
+    if cache is not None and cache.no_exec:
+        yield Rule(
+            "vllm-cache-noexec",
+            "refuse",
+            f"Triton loads the kernels that it compiles from {vllm.cache_directory(name)}, and {cache.mount} is mounted `noexec`",
+            f"`mount -o remount,exec {cache.mount}`, and the same in /etc/fstab, or {_LLAMA_CPP}",
+            instance=name,
+        )
+    if vllm.own_build(config):
+        if not config.vllm_requirements_sha256:
+            yield Rule(
+                "vllm-requirements-unpinned",
+                "refuse",
+                f"`vllm_requirements: {config.vllm_requirements}` stands without its sha256: a changed file would go unnoticed",
+                f"`vllm_requirements_sha256:` with what `sha256sum {config.vllm_requirements}` prints",
+                instance=name,
+            )
+            return
+        yield Rule(
+            "vllm-build-unknown",
+            "warn",
+            f"nothing is known about the build of `{config.vllm_requirements}`: its flags are spelled as in {row.version}, and "
+            "neither they nor the model, its quantisation and its memory were checked",
+            "its own parser reads the command line on the host before anything of a running server is replaced",
+            instance=name,
+        )
+        return
+    if row.lock is None:
+        locked = [item.version for item in catalog.vllm_rows if item.lock is not None]
+        yield Rule(
+            "vllm-version-without-lock",
+            "refuse",
+            f"no lock of vLLM {row.version} comes with this version, and what a plain installation gets today does not import",
+            " or ".join(f"`vllm_version: {version}`" for version in locked) + ", or `vllm_requirements` with a lock of your own",
+            instance=name,
+        )
+        return
+    python = vllm.host_python(facts)
+    if python not in row.lock.pythons:
+        rows = [item for item in catalog.distributions if item.provisioned and item.python in row.lock.pythons]
+        yield Rule(
+            "vllm-python",
+            "refuse",
+            f"vLLM {row.version} has wheels for Python {row.lock.pythons[0]} to {row.lock.pythons[-1]}; "
+            f"the host has {facts.python.version or 'none'}",
+            f"{', '.join(item.name for item in rows)}, or {_LLAMA_CPP}",
             instance=name,
         )
 
