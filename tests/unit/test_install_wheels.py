@@ -48,6 +48,8 @@ def environment(folder: Path, shebang: str) -> Path:
     (folder / "bin/toy").chmod(0o755)
     (site / "toy.py").write_bytes(b"x = 1\n")
     record = record_line("toy.py", b"x = 1\n") + record_line("../../../bin/toy", script) + "toy-1.dist-info/RECORD,,\n"
+    # As numpy's wheel has it; the installation compiles it anew.
+    record += record_line("__pycache__/toy.cpython-311.pyc", b"code")
     (info / "RECORD").write_text(record, encoding="utf-8")
     (info / "METADATA").write_text(
         "Name: toy\nVersion: 1\nClassifier: License :: OSI Approved :: MIT License\n", encoding="utf-8"
