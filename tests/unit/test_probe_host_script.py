@@ -1864,9 +1864,8 @@ def test_the_drivers_parts_fail_one_by_one(smi: Smi, pci: Path, monkeypatch: pyt
 
     monkeypatch.setattr(script, "collect_module_file", fail)
     facts: dict[str, Any] = {"errors": {}}
-    nvidia, _ = script.collect_nvidia(facts, str(pci))
+    nvidia = script.collect_nvidia(facts, str(pci))
     assert nvidia["nvswitch_count"] == 2
-    assert nvidia["smi"]["status"] == "absent"
     assert facts["errors"] == {"nvidia.module_file": f"no module of {os.uname().release} today"}
     assert set(nvidia) <= set(Nvidia.model_fields)
 
@@ -2174,3 +2173,18 @@ def test_apts_sources_are_told_with_origins_and_without_passwords(tmp_path: Path
     ]
     assert Facts.model_validate({"apt_sources": found}).apt_sources[0].origin == "Debian"
     assert script.collect_apt_sources(str(tmp_path / "none"), str(lists)) == []
+
+
+def test_a_driver_that_hangs_costs_nothing_that_the_disk_says() -> None:
+    found = {"module_version": "535.309.01", "on_disk_module_version": "535.309.01"}
+    facts: dict[str, Any] = {"errors": {}, "gpus": [{"pci_address": "0000:18:00.0"}]}
+    script.merge_nvidia(facts, (True, found, {}), None)
+    assert (facts["nvidia"]["module_version"], facts["nvidia"]["smi"]["status"]) == ("535.309.01", "timeout")
+    assert set(facts["errors"]) == {"nvidia.smi"}
+    facts = {"errors": {}, "gpus": [{"pci_address": "0000:18:00.0"}]}
+    smi = {"status": "ok", "output": "", "mismatch": False}
+    script.merge_nvidia(facts, (True, found, {}), (True, [smi, "12.2", {"0000:18:00.0": {"uuid": "GPU-aa"}}], {"nvidia.x": "y"}))
+    assert (facts["nvidia"]["cuda_version"], facts["gpus"][0]["uuid"], facts["errors"]) == ("12.2", "GPU-aa", {"nvidia.x": "y"})
+    facts = {"errors": {}}
+    script.merge_nvidia(facts, None, None)
+    assert set(facts) == {"errors"} and set(facts["errors"]) == {"nvidia"}

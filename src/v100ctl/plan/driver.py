@@ -140,6 +140,13 @@ def _state_rules(
             f"the installed driver {found} no longer drives a V100 ({UPGRADE_BRANCH} is the last branch that does)",
             f"branch {decision.branch}, which the plan installs in its place",
         )
+    if "nvidia" in facts.errors:
+        yield Rule(
+            "driver-not-probed",
+            "refuse",
+            f"which driver the host has could not be learned: {facts.errors['nvidia']}",
+            "plan again: a busy host answers later; one that never does has a driver that hangs, and `dmesg` there says so",
+        )
     smi = facts.nvidia.smi
     library = facts.nvidia.library_version
     if smi.mismatch or (library and found and library != found):

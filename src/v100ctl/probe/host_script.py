@@ -2013,20 +2013,17 @@ def collect_fabric_manager(proc: str = "/proc") -> str:
     return "active" if any(command_name(pid, proc) == "nv-fabricmanage" for pid in process_ids(proc)) else "installed"
 
 
-def collect_nvidia(facts: "Document", devices: str = PCI_DEVICES) -> "tuple[Document, dict[str, Document]]":
-    """The driver, and what ``nvidia-smi`` knows about each card, by PCI address. What fails here costs only its own fields."""
+def ask_smi(facts: "Document") -> "tuple[Document, str, dict[str, Document]]":
+    """How ``nvidia-smi`` answers; apart, because a driver that hangs must not cost what the disk and the kernel say of it."""
+    return collect_smi(bool(facts["nvidia"]["module_version"]), facts)
+
+
+def collect_nvidia(facts: "Document", devices: str = PCI_DEVICES) -> "Document":
+    """The driver as the kernel and the disk show it. What fails here costs only its own fields."""
     nvidia = parse_driver_version(read_text("/proc/driver/nvidia/version", ""))
     loaded = loaded_modules()
     nvidia["modules_loaded"] = [name for name in WATCHED_MODULES if name in loaded]
-    cards = {}  # type: dict[str, Document]
-
-    def ask_smi() -> "Document":
-        smi, cuda_version, found = collect_smi(bool(nvidia["module_version"]), facts)
-        cards.update(found)
-        return {"smi": smi, "cuda_version": cuda_version}
-
     for name, learn in (
-        ("smi", ask_smi),
         ("module_file", lambda: collect_module_file(os.uname().release)),
         ("library", lambda: {"library_version": library_version()}),
         ("fabric_manager", lambda: {"fabric_manager": collect_fabric_manager()}),
@@ -2037,7 +2034,7 @@ def collect_nvidia(facts: "Document", devices: str = PCI_DEVICES) -> "tuple[Docu
             nvidia.update(learn())
         except (ProbeFailure, OSError) as error:
             note_error(facts, f"nvidia.{name}", str(error))
-    return nvidia, cards
+    return nvidia
 
 
 # --- what goes wrong with cards -----------------------------------------------------------------------------------------------
@@ -2445,27 +2442,40 @@ def probe(request: "Document") -> "Document":
         "errors": {},
     }  # type: Document
     # `nvidia-smi` is slow even where it works: it runs beside all the rest.
-    nvidia = Task("nvidia", collect_nvidia, facts, limit_s=SMI_LIMIT_S + 6.0)
-    nvidia_deadline_s = time.monotonic() + nvidia.limit_s
-    nvidia_worker = Worker([nvidia], facts)
+    nvidia_deadline_s = min(time.monotonic() + SMI_LIMIT_S + 6.0, deadline_s)
+    nvidia_worker = Worker([Task("nvidia", collect_nvidia, facts), Task("smi", ask_smi, facts)], facts)
     run_tasks(first_tasks(facts, request), facts, deadline_s)
     run_tasks(second_tasks(facts), facts, deadline_s)
     facts["processes"] = list(facts.get("processes", {}).values())
-    result = nvidia_worker.next_result(min(nvidia_deadline_s, deadline_s))
-    nvidia_worker.close(finished=result is not None)
-    if result is None:
-        note_error(facts, "nvidia", f"no answer within {nvidia.limit_s:g} s")
-    else:
-        done, value, errors = result
-        facts["errors"].update(errors)
-        if done and isinstance(value, list):
-            facts["nvidia"], cards = value
-            for gpu in facts.get("gpus", []):
-                gpu.update(cards.get(gpu["pci_address"], {}))
-            if any(card.get("processes") for card in cards.values()):
-                run_tasks([Task("gpus", name_gpu_processes, facts.get("gpus", []))], facts, deadline_s)
+    driver = nvidia_worker.next_result(nvidia_deadline_s)
+    answer = nvidia_worker.next_result(nvidia_deadline_s) if driver is not None else None
+    nvidia_worker.close(finished=answer is not None)
+    merge_nvidia(facts, driver, answer)
+    if any(gpu.get("processes") for gpu in facts.get("gpus", [])):
+        run_tasks([Task("gpus", name_gpu_processes, facts.get("gpus", []))], facts, deadline_s)
     facts["probe_ms"] = round((time.monotonic() - started_s) * 1000, 1)
     return facts
+
+
+def merge_nvidia(
+    facts: "Document", driver: "tuple[bool, object, Document] | None", answer: "tuple[bool, object, Document] | None"
+) -> None:
+    """Put what is known of the driver into the document: what kernel and disk say, then how ``nvidia-smi`` answered."""
+    for name, result in (("nvidia", driver), ("nvidia.smi", answer if driver is not None else (True, None, {}))):
+        if result is None:
+            note_error(facts, name, f"no answer within {SMI_LIMIT_S + 6.0:g} s")
+        else:
+            facts["errors"].update(result[2])
+    if driver is None or not isinstance(driver[1], dict):
+        return
+    nvidia = facts["nvidia"] = dict(driver[1])
+    if answer is None:
+        # Whatever keeps it: it gives no answer.
+        nvidia["smi"] = {"status": "timeout", "output": "", "mismatch": False}
+    elif isinstance(answer[1], list):
+        nvidia["smi"], nvidia["cuda_version"], cards = answer[1]
+        for gpu in facts.get("gpus", []):
+            gpu.update(cards.get(gpu["pci_address"], {}))
 
 
 def python_version() -> str:
