@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from v100ctl.facts import Facts, ProcessFacts
 from v100ctl.plan import DIGEST_VARIABLE
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.llama_cpp import ENGINES_DIR
+from v100ctl.plan.numa import format_cpus, parse_cpus
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
-from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule
+from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
+from v100ctl.plan.units import attainable_nofile, told
 
 Kind = Literal["drifted", "pending", "external"]
 Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
@@ -458,7 +461,9 @@ def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator
             )
 
 
-def _stale_reasons(process: ProcessFacts, *, digest: str, argv: Sequence[str], user: str) -> Iterator[tuple[str, str, str]]:
+def _stale_reasons(
+    process: ProcessFacts, facts: Facts, *, digest: str, argv: Sequence[str], user: str, environment: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
     """Why a running process is not the planned one: what, expected, actual. Nothing when it is."""
     if process.environ.get(DIGEST_VARIABLE) != digest:
         yield "stale", f"digest {digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
@@ -466,8 +471,37 @@ def _stale_reasons(process: ProcessFacts, *, digest: str, argv: Sequence[str], u
         yield "executable", argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
     elif list(process.argv) != list(argv) and not _is_script(process, argv):
         yield "argv", shlex.join(argv), shlex.join(process.argv)
+    else:
+        for name, value in told(environment).items():
+            if process.environ.get(name) != value:
+                yield "environment", f"{name}={value}", f"{name}={process.environ.get(name, '')}"
     if process.user != user:
         yield "user", user, process.user
+    if process.cgroup_unit and process.cgroup_unit != process.unit:
+        yield "cgroup", process.unit, process.cgroup_unit
+    # What the host cannot give is no drift; `None` is unlimited, and so is more than was asked for.
+    nofile = attainable_nofile(facts)
+    if process.nofile_soft is not None and process.nofile_soft < nofile:
+        yield "limit-nofile", f"{nofile} open files", str(process.nofile_soft)
+    memlock_bytes, asked_bytes = process.memlock_soft_bytes, facts.limits.memlock_hard_bytes
+    if memlock_bytes is not None and (asked_bytes is None or memlock_bytes < asked_bytes):
+        yield "limit-memlock", "unlimited" if asked_bytes is None else f"{asked_bytes} bytes", f"{memlock_bytes} bytes"
+
+
+_POLICIES = {"preferred": "prefer", "bind": "bind", "interleave": "interleave"}
+
+
+def _misplaced(process: ProcessFacts, facts: Facts, placement: Mapping[str, Any] | None) -> Iterator[tuple[str, str, str]]:
+    """Why a running process is not where it shall be, as far as the kernel tells. Nothing when it is."""
+    wanted = parse_cpus(str(placement["cpus"])) if placement else parse_cpus(facts.cpu.usable_cpus)
+    allowed = parse_cpus(process.cpus_allowed)
+    if wanted and allowed and wanted != allowed:
+        yield "cpus", format_cpus(wanted), format_cpus(allowed)
+    if placement and process.memory_policy:
+        policy = f"{_POLICIES[str(placement['policy'])]}:{format_cpus(int(node) for node in placement['nodes'])}"
+        # The kernel may add flags: `bind=static:0`.
+        if re.sub(r"=[a-z|]+", "", process.memory_policy) != policy:
+            yield "memory-policy", policy, process.memory_policy
 
 
 def _is_script(process: ProcessFacts, planned: Sequence[str]) -> bool:
@@ -495,7 +529,16 @@ def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
         if process is None:
             # A server that does not run is a unit's finding already.
             continue
-        for what, expected, actual in _stale_reasons(process, digest=instance.digest, argv=instance.argv, user=plan.account.name):
+        reasons = _stale_reasons(
+            process,
+            facts,
+            digest=instance.digest,
+            argv=instance.argv,
+            user=plan.account.name,
+            environment=instance.environment,
+        )
+        placement = plain_data(instance.placement) if instance.placement else None
+        for what, expected, actual in (*reasons, *_misplaced(process, facts, placement)):
             yield Finding(
                 f"process.{what}:{instance.name}",
                 "drifted" if what != "stale" else "pending",
@@ -547,7 +590,17 @@ def restarts(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         unit = found.units.get(str(item["unit"]))
         process = found.process_of(str(item["unit"]))
         stale = process is None or any(
-            _stale_reasons(process, digest=item["digest"], argv=item["argv"], user=plan["account"]["name"])
+            (
+                *_stale_reasons(
+                    process,
+                    found,
+                    digest=item["digest"],
+                    argv=item["argv"],
+                    user=plan["account"]["name"],
+                    environment=item.get("environment", {}),
+                ),
+                *_misplaced(process, found, item.get("placement")),
+            )
         )
         if stale or unit is None or unit.active_state != "active":
             names.append(str(item["name"]))

@@ -66,6 +66,9 @@ class Cpu(_Facts):
     usable_count: int = 0
     level: str = ""
     numa_nodes: tuple[NumaNode, ...] = ()
+    #: The processors and the memory nodes that a service may use (those of PID 1), in the kernel's list form; empty: not known.
+    usable_cpus: str = ""
+    usable_nodes: str = ""
     #: Frequency governors in use, each once; empty where the kernel scales nothing (in most virtual machines).
     governors: tuple[str, ...] = ()
 
@@ -363,7 +366,12 @@ class UnitFacts(_Facts):
 
 
 class ProcessFacts(_Facts):
-    """The main process of a unit, read from ``/proc``. ``environ`` holds only names that start with ``V100CTL_``."""
+    """The main process of a unit, read from ``/proc``.
+
+    ``environ`` holds only names that start with ``V100CTL_``, ``CUDA_`` or ``OMP_``. ``cgroup_unit`` is the unit whose control
+    group it is in, ``memory_policy`` where its memory is (``default``, ``bind:0``, ``prefer:1``, ``interleave:0-1``); both are
+    empty where the kernel does not say.
+    """
 
     pid: int
     unit: str = ""
@@ -376,6 +384,8 @@ class ProcessFacts(_Facts):
     nofile_soft: int | None = None
     memlock_soft_bytes: int | None = None
     cpus_allowed: str = ""
+    cgroup_unit: str = ""
+    memory_policy: str = ""
     rss_anonymous_bytes: int = 0
     swap_bytes: int = 0
 

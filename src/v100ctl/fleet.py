@@ -72,9 +72,14 @@ def _absolute_path(value: str) -> str:
     return value
 
 
+def is_noncharacter(character: str) -> bool:
+    """Whether a code point is one of those that Unicode keeps from being a character; systemd refuses a line with one."""
+    return ord(character) & 0xFFFE == 0xFFFE or 0xFDD0 <= ord(character) <= 0xFDEF
+
+
 def _without_nul(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("must not hold a NUL character")
+    if "\0" in value or any(map(is_noncharacter, value)):
+        raise ValueError("must not hold a NUL character, nor a code point that is no character (U+FFFE and its like)")
     return value
 
 
@@ -627,6 +632,7 @@ class InstanceSpec(_Config):
     api_keys: tuple[str, ...] | None = Field(default=None, repr=False)
     settings: Settings = Settings()
     extra_args: tuple[Argument, ...] = ()
+    numa: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1023)] = "auto"
     state: Literal["present", "absent"] = "present"
 
 

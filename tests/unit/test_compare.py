@@ -10,7 +10,7 @@ import pytest
 from tests.unit.plan.test_cases import decide
 from v100ctl.compare import _AILMENTS, compare, restarts
 from v100ctl.facts import Facts
-from v100ctl.plan import plan
+from v100ctl.plan import DIGEST_VARIABLE, plan
 
 from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 
@@ -20,6 +20,10 @@ PLAN = make_plan()
 RELEASE = PLAN.releases[0]
 MODEL_PATH = PLAN.models[0].path
 PROCESS = {"pid": 100, "unit": UNIT, "executable": PLAN.instances[0].argv[0], "argv": PLAN.instances[0].argv, "user": "v100"}
+
+
+#: A container that gives less than a unit asks for.
+LIMITED = {"limits": {"nofile_hard": 20000, "memlock_hard_bytes": 8388608}}
 
 
 def changed_process(**changes: Any) -> dict[str, Any]:
@@ -175,6 +179,35 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("process of a deleted program", changed_process(executable_deleted=True), "process.executable:chat", "drifted", "process"),
     ("process with other words", changed_process(argv=["x"]), "process.argv:chat", "drifted", "process"),
     ("process of another user", changed_process(user="root"), "process.user:chat", "drifted", "process"),
+    (
+        "process with another variable",
+        changed_process(environ={**PLAN.instances[0].environment, "OMP_NUM_THREADS": "1", DIGEST_VARIABLE: "x"}),
+        "process.stale:chat",
+        "pending",
+        "process",
+    ),
+    (
+        "process with few files",
+        {**LIMITED, **changed_process(nofile_soft=1024)},
+        "process.limit-nofile:chat",
+        "drifted",
+        "process",
+    ),
+    (
+        "process with little locked memory",
+        {**LIMITED, **changed_process(memlock_soft_bytes=65536)},
+        "process.limit-memlock:chat",
+        "drifted",
+        "process",
+    ),
+    (
+        "process on few processors",
+        {"cpu": {"usable_cpus": "0-3"}, **changed_process(cpus_allowed="0")},
+        "process.cpus:chat",
+        "drifted",
+        "process",
+    ),
+    ("process in a login's group", changed_process(cgroup_unit="ssh.service"), "process.cgroup:chat", "drifted", "process"),
     ("server loading", {"health": {"chat": {"status": 503}}}, "service.unhealthy:chat", "drifted", "service"),
     ("server mute", {"health": {"chat": {"status": None, "error": "timed out"}}}, "service.unhealthy:chat", "drifted", "service"),
 ]
@@ -241,6 +274,18 @@ def test_a_removed_instance_is_pending_until_it_is_gone() -> None:
         (changed_process(executable="/usr/bin/python3.11", argv=["/usr/bin/python3", "-B", *PROCESS["argv"]]), []),
         (changed_process(executable="/usr/bin/python3.11", argv=["/usr/bin/python3", *PROCESS["argv"], "--more"]), ["chat"]),
         (changed_process(executable="/usr/bin/python3.11", executable_deleted=True, argv=["py", *PROCESS["argv"]]), ["chat"]),
+        (changed_process(cgroup_unit="ssh.service"), ["chat"]),
+        # A host's ceilings are expected, and whoever has more than was asked for has enough.
+        ({**LIMITED, **changed_process(nofile_soft=20000, memlock_soft_bytes=8388608)}, []),
+        ({**LIMITED, **changed_process(nofile_soft=1048576)}, []),
+        ({**LIMITED, **changed_process(nofile_soft=19999)}, ["chat"]),
+        (changed_process(nofile_soft=1048576), []),
+        (changed_process(nofile_soft=20000), ["chat"]),
+        (changed_process(memlock_soft_bytes=8388608), ["chat"]),
+        ({"cpu": {"usable_cpus": "0-3"}, **changed_process(cpus_allowed="0-1,2-3")}, []),
+        ({"cpu": {"usable_cpus": "0-3"}, **changed_process(cpus_allowed="0-2")}, ["chat"]),
+        # Without a node of its own any policy will do: an engine may set one itself.
+        (changed_process(memory_policy="interleave:0-1"), []),
         # Enabling and reloading a unit restart nothing.
         ({"units": {UNIT: {"unit_file_state": "disabled", "need_daemon_reload": True}}}, []),
         # A mode that was changed needs no restart: the process is the planned one.
@@ -252,6 +297,40 @@ def test_restarts_are_decided_on_the_running_process(changes: dict[str, Any], ex
     assert restarts(PLAN.to_role_variables(), facts.model_dump(by_alias=True)) == expected
     said = {name for finding in compare(PLAN, facts) for name in finding.restarts}
     assert sorted(said) == expected or not facts.processes, "what the roles restart is what the plan says"
+
+
+NUMA_CASE = Path(__file__).parent / "plan/cases/numa-node-of-the-card"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"cpus_allowed": "20-39,60-79", "memory_policy": "prefer:1"}, set()),
+        # The kernel adds flags to a policy, and does not always tell one.
+        ({"cpus_allowed": "20-39,60-79", "memory_policy": "prefer=static:1"}, set()),
+        ({"cpus_allowed": "20-39,60-79", "memory_policy": ""}, set()),
+        ({"cpus_allowed": "0-79", "memory_policy": "default"}, {"process.cpus:chat", "process.memory-policy:chat"}),
+        ({"cpus_allowed": "20-39,60-79", "memory_policy": "prefer:0"}, {"process.memory-policy:chat"}),
+        ({"environ": "CUDA_VISIBLE_DEVICES"}, {"process.environment:chat"}),
+    ],
+)
+def test_a_process_is_where_its_card_is(changes: dict[str, Any], expected: set[str]) -> None:
+    decided = decide(NUMA_CASE)
+    (instance,) = decided.instances
+    environment = {name: value for name, value in instance.environment.items() if name != changes.get("environ")}
+    process = {
+        "pid": 100,
+        "unit": UNIT,
+        "executable": instance.argv[0],
+        "argv": list(instance.argv),
+        "user": "v100",
+        **changes,
+        "environ": environment,
+    }
+    facts = applied_facts(decided, processes=[process])
+    findings = {finding.id for finding in compare(decided, facts) if finding.layer == "process"}
+    assert findings == expected
+    assert restarts(decided.to_role_variables(), facts.model_dump(by_alias=True)) == (["chat"] if expected else [])
 
 
 def test_a_secret_file_shows_hashes_only() -> None:

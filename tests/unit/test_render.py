@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from v100ctl.fleet import is_noncharacter
 from v100ctl.plan.render import argument_lines, render, systemd_escape, systemd_escape_environment
 
 # What an argument can hold: any text without NUL. Lone surrogates cannot be written to a UTF-8 file.
-ARGUMENT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=60)
+NONCHARACTERS = "".join(character for character in map(chr, range(0x110000)) if is_noncharacter(character))
+ARGUMENT = st.text(st.characters(blacklist_characters="\0" + NONCHARACTERS, blacklist_categories=("Cs",)), max_size=60)
 
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"'}
 
@@ -82,6 +84,15 @@ def test_a_nul_is_refused() -> None:
         systemd_escape("a\0b")
     with pytest.raises(ValueError, match="NUL"):
         systemd_escape_environment("A", "a\0b")
+
+
+@pytest.mark.parametrize("character", ["\ufffe", "\uffff", "\ufdd0", "\U0010ffff"])
+def test_what_systemd_takes_for_no_character_is_refused(character: str) -> None:
+    """A unit with such an argument does not load, and a variable is left out with a warning: seen with systemd 252."""
+    with pytest.raises(ValueError, match="no character"):
+        systemd_escape(f"a{character}")
+    with pytest.raises(ValueError, match="no character"):
+        systemd_escape_environment("A", character)
 
 
 def test_one_flag_a_line() -> None:

@@ -24,7 +24,7 @@ from v100ctl.fleet import (
     plain,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, external, llama_cpp, tuning
+from v100ctl.plan import driver_actions, external, llama_cpp, tuning, units
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -75,7 +75,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     """What the probe has to look at for this configuration, beside the places that this toolkit always manages."""
     present = present_instances(config)
     return ProbeRequest(
-        files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES),
+        files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES, *units.FILES),
         health={name: local_url(spec, path) for name, spec in present.items() if (path := _health_path(spec, config))},
         models=tuple(sorted({path for spec in present.values() for model in source_specs(spec) for path in file_paths(model)})),
         deep=deep,
@@ -130,12 +130,12 @@ def plan(
     models = with_release_paths(models, {name: item.release_path for name, item in planner.instances.items()})
     unused = unused_models(models, facts)
     # An instance that the inventory has dropped is stopped and removed.
-    units = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
+    started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
         if name in absent:
-            units.append(Unit(unit_name(name), name, enabled=False, state="absent"))
+            started.append(Unit(unit_name(name), name, enabled=False, state="absent"))
         elif name in planner.instances:
-            units.append(Unit(unit_name(name), name, enabled=True, state="started"))
+            started.append(Unit(unit_name(name), name, enabled=True, state="started"))
     rules = [
         *host_rules(facts, catalog),
         *planner.host_verdicts,
@@ -162,9 +162,10 @@ def plan(
                 *(planner.driver.files if planner.driver else ()),
                 *(planner.cuda.files if planner.cuda else ()),
                 *planner.tuning_files,
+                *units.shared_files(facts, planner.instances.values()),
                 *(planner.files[name] for name in sorted(planner.files)),
             ),
-            units=tuple(units),
+            units=tuple(started),
             instances=tuple(planner.instances[name] for name in sorted(planner.instances)),
             driver=planner.driver,
             cuda=planner.cuda,
@@ -201,6 +202,7 @@ def _directories() -> tuple[Directory, ...]:
         Directory("/etc/v100ctl"),
         Directory("/etc/v100ctl/instances", mode="0750", group=account.group),
         Directory("/opt/v100ctl"),
+        Directory(units.PROGRAMS_DIR),
         Directory(llama_cpp.ENGINES_DIR),
         Directory(account.home),
         Directory(MODELS_DIR),

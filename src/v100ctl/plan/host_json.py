@@ -35,6 +35,7 @@ def with_host_json(decided: HostPlan) -> HostPlan:
                 "engine": item.engine,
                 "argv": list(item.argv),
                 "digest": item.digest,
+                "gpus": list(item.gpus),
                 "release_path": item.release_path,
                 "model_path": item.model_path,
                 "listen": item.listen,

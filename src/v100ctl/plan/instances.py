@@ -19,6 +19,7 @@ from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
 from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
 from v100ctl.plan.models import model_path, model_specs
+from v100ctl.plan.numa import place, threads_of
 from v100ctl.plan.rules.card_state import state_rules
 from v100ctl.plan.rules.engine import engine_rules
 from v100ctl.plan.rules.external import (
@@ -68,12 +69,13 @@ from v100ctl.plan.types import (
     Instance,
     ManagedFile,
     Model,
+    Placement,
     Proof,
     Release,
     Rule,
     TuningDecision,
 )
-from v100ctl.plan.units import START_TIMEOUT_S, local_url, render_unit, unit_name
+from v100ctl.plan.units import START_TIMEOUT_S, Surroundings, local_url, render_unit, unit_name
 
 #: CUDA's own order is by speed, nvidia-smi's by bus: without this an index means another card.
 _BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -86,6 +88,13 @@ def _with_memory(instance: Instance, chosen: Sequence[HostCard]) -> Proof:
     budgets = {card.gpu.uuid: instance.budgets.get(card.key) for card in chosen if card.gpu.uuid}
     least = {uuid: budget.weights_bytes if budget else 0 for uuid, budget in budgets.items()}
     return dataclasses.replace(instance.proof, least_bytes=least)
+
+
+def _parser_argv(engine: str, argv: tuple[str, ...]) -> tuple[str, ...]:
+    """What has the engine read its command line; nothing for an engine of which nobody knows that it can."""
+    if engine == "vllm":
+        return vllm.parser_argv(argv)
+    return llama_cpp.parser_argv(argv) if engine == "llama_cpp" else ()
 
 
 class Planner:
@@ -130,6 +139,7 @@ class Planner:
         self.tuning_files: tuple[ManagedFile, ...] = ()
         self._cards: tuple[HostCard, ...] = ()
         self._chosen: dict[str, tuple[HostCard, ...]] = {}
+        self._placements: dict[str, Placement] = {}
         self._fits: dict[str, Fit] = {}
 
     @property
@@ -250,6 +260,10 @@ class Planner:
         chosen = self._chosen.get(name, ())
         for card in chosen:
             self.instance_verdicts += busy_rules(card, ours, name)
+        placement, problems = place(name, spec, chosen, self.facts)
+        self.instance_verdicts += problems
+        if placement is not None:
+            self._placements[name] = placement
         self.instance_verdicts += profiles.card_rules(name, spec, chosen, self.catalog)
         if spec.external is not None and spec.engine != "external":
             self.instance_verdicts.append(misplaced_engine_rule(name, spec))
@@ -273,6 +287,7 @@ class Planner:
             self.instance_verdicts += problems
             return
         alias = spec.settings.served_model_name or name
+        parser = self.catalog.llama_cpp_parser(row.build)
         try:
             argv = llama_cpp.argv(
                 self.config,
@@ -283,7 +298,8 @@ class Planner:
                 model_path=model.path,
                 alias=alias,
                 draft_model_path=self._draft_path(spec),
-                parser=self.catalog.llama_cpp_parser(row.build),
+                parser=parser,
+                threads=threads_of(self._placements[name], self.facts) if name in self._placements else None,
             )
         except llama_cpp.UnspelledSettingError as error:
             self.instance_verdicts.append(unspelled_rule(name, row, error, self.catalog))
@@ -307,7 +323,8 @@ class Planner:
             health_path=row.health_path,
             context_length=llama_cpp.context_per_request(spec.settings),
             parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
-            proof=llama_cpp.proof(self.config, spec, row, self.catalog.llama_cpp_parser(row.build)),
+            proof=llama_cpp.proof(self.config, spec, row, parser),
+            weights_on_cards=spec.settings.gpu_layers is None and llama_cpp.moves_memory(spec.extra_args, row, parser) is None,
         )
 
     def _decide_vllm(self, name: str, spec: InstanceSpec, model: Model) -> None:
@@ -345,9 +362,6 @@ class Planner:
             found = vllm.check_argv(argv, parser, former=row.former_arguments)
             self.instance_verdicts += vllm_argv_rules(name, found)
         environment = {**_BY_BUS, **vllm.environment(name, spec, row)}
-        if chosen:
-            # It reads this variable as numbers: a UUID there is an error.
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(card.index) for card in chosen)
         self._add_instance(
             name,
             spec,
@@ -359,6 +373,11 @@ class Planner:
             parallel=vllm.requests_at_once(spec.settings, row),
             # It computes nowhere else, and says nothing about its cards that every version words alike.
             proof=Proof(on_cards=True),
+            # It reads `CUDA_VISIBLE_DEVICES` as numbers: a UUID there is an error.
+            by_index=True,
+            weights_on_cards=True,
+            # Triton compiles kernels.
+            writes_code=True,
         )
         computed = vllm.moves_memory(spec.extra_args, row) is None and not vllm.own_build(self.config)
         if header is not None and header.format == "safetensors" and cards and computed:
@@ -420,8 +439,9 @@ class Planner:
             return
         if chosen:
             by_uuid = engine.definition.visible_devices == "uuid"
-            visible = [card.visible_as if by_uuid else str(card.index) for card in chosen]
-            environment = {**_BY_BUS, **environment, "CUDA_VISIBLE_DEVICES": ",".join(visible)}
+            environment = {**_BY_BUS, **environment}
+            if by_uuid:
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(card.visible_as for card in chosen)
             self.instance_verdicts.append(memory_rule(name, engine))
         self._add_instance(
             name,
@@ -434,6 +454,9 @@ class Planner:
             context_length=external.context_length(engine, spec),
             parallel=spec.settings.parallel or llama_cpp.DEFAULT_PARALLEL,
             proof=Proof(on_cards=bool(chosen), must_log=engine.must_log, must_not_log=engine.definition.must_not_log),
+            by_index=engine.definition.visible_devices != "uuid",
+            # Nobody knows that it does not.
+            writes_code=True,
         )
 
     def _draft_path(self, spec: InstanceSpec) -> str | None:
@@ -452,7 +475,11 @@ class Planner:
         parallel: int,
         proof: Proof,
         completion_path: str = "/v1/chat/completions",
+        by_index: bool = False,
+        weights_on_cards: bool = False,
+        writes_code: bool = False,
     ) -> None:
+        keys = tuple(card.key for card in self._chosen.get(name, ()))
         file, complete, digest = render_unit(
             name,
             engine=spec.engine,
@@ -460,6 +487,15 @@ class Planner:
             environment=environment,
             release_path=release_path,
             model_sha256s=tuple(item.digest for item in model_specs(spec)),
+            around=Surroundings(
+                model_paths=tuple(model_path(item) for item in model_specs(spec)),
+                cards=keys,
+                weights_on_cards=weights_on_cards,
+                by_index=by_index,
+                writes_code=writes_code,
+                placement=self._placements.get(name),
+                systemd_version=self.facts.systemd.version if self.facts.systemd else 0,
+            ),
         )
         self.files[name] = file
         self.instances[name] = Instance(
@@ -479,9 +515,10 @@ class Planner:
             start_timeout_s=START_TIMEOUT_S,
             context_length=context_length,
             parallel=parallel,
-            parser_argv=vllm.parser_argv(argv) if spec.engine == "vllm" else llama_cpp.parser_argv(argv),
-            gpus=tuple(card.key for card in self._chosen.get(name, ())),
+            parser_argv=_parser_argv(spec.engine, argv),
+            gpus=keys,
             proof=proof,
+            placement=self._placements.get(name),
         )
 
     def _memory_cards(self, chosen: Sequence[HostCard], *, margin_bytes: int = MARGIN_BYTES) -> tuple[vram.Card, ...]:

@@ -163,7 +163,7 @@ def meaningless_settings(settings: Settings) -> dict[str, str]:
 
 
 def _values(
-    config: HostConfig, spec: InstanceSpec, facts: Facts, model_path: str, alias: str, draft_model_path: str | None
+    config: HostConfig, spec: InstanceSpec, threads: int, model_path: str, alias: str, draft_model_path: str | None
 ) -> Iterator[tuple[str, Any]]:
     settings = spec.settings
     parallel = settings.parallel or DEFAULT_PARALLEL
@@ -185,8 +185,8 @@ def _values(
     if on_card:
         yield "gpu_layers", ALL_LAYERS if settings.gpu_layers is None else settings.gpu_layers
         yield "split_mode", settings.split_mode
-    yield "threads", settings.threads or default_threads(facts)
-    yield "threads_batch", settings.threads_batch or settings.threads or default_threads(facts)
+    yield "threads", settings.threads or threads
+    yield "threads_batch", settings.threads_batch or settings.threads or threads
     yield "load_mode", settings.load_mode
     if settings.speculative:
         kind = settings.speculative.kind
@@ -226,6 +226,7 @@ def argv(
     alias: str,
     draft_model_path: str | None = None,
     parser: LlamaCppParser | None = None,
+    threads: int | None = None,
 ) -> tuple[str, ...]:
     """The exact words that start the server.
 
@@ -239,6 +240,7 @@ def argv(
         alias: The name under which it is served.
         draft_model_path: Where the draft model lies, for ``speculative: {kind: draft}``.
         parser: The build's parser, which tells what ``extra_args`` say about the log.
+        threads: How many it uses where the settings do not say; one for each physical core of the host by default.
 
     Raises:
         UnspelledSettingError: this build has no words for a setting that was asked for.
@@ -248,7 +250,7 @@ def argv(
     speculative = spec.settings.speculative
     if speculative is not None and speculative.kind == "draft" and draft_model_path is None:
         raise ValueError("a draft model without its path")
-    for setting, value in _values(config, spec, facts, model_path, alias, draft_model_path):
+    for setting, value in _values(config, spec, threads or default_threads(facts), model_path, alias, draft_model_path):
         if value is None:
             continue
         text = _text(value)

@@ -7,10 +7,19 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from v100ctl.fleet import is_noncharacter
 from v100ctl.paths import content_dir
 
 #: First line of every file that lands on a host. Constant: a date in it would be drift.
 MANAGED_HEADER = "Managed by v100ctl. Changes are overwritten."
+
+
+def _refuse_unsayable(value: str) -> None:
+    if "\0" in value:
+        raise ValueError("neither an argument nor a variable can hold a NUL character")
+    found = next((character for character in value if is_noncharacter(character)), None)
+    if found is not None:
+        raise ValueError(f"systemd refuses U+{ord(found):04X}, which is no character")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -21,10 +30,9 @@ def systemd_escape(value: str) -> str:
     both are doubled; a quoted word understands C escapes. Words made only of characters without meaning stay bare and readable.
 
     Raises:
-        ValueError: ``value`` holds a NUL, which no argument can.
+        ValueError: ``value`` holds a NUL, which no argument can, or a code point that is no character, which systemd refuses.
     """
-    if "\0" in value:
-        raise ValueError("an argument cannot hold a NUL character")
+    _refuse_unsayable(value)
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return _quoted(escaped, bare=value)
 
@@ -33,10 +41,9 @@ def systemd_escape_environment(name: str, value: str) -> str:
     """``NAME=value`` as one word of an ``Environment=`` line, where ``$`` has no meaning but ``%`` has.
 
     Raises:
-        ValueError: ``value`` holds a NUL.
+        ValueError: as of :func:`systemd_escape`.
     """
-    if "\0" in value:
-        raise ValueError("an environment value cannot hold a NUL character")
+    _refuse_unsayable(value)
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return _quoted(f"{name}={escaped}", bare=f"{name}={value}")
 

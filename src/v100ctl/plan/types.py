@@ -291,6 +291,18 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Placement:
+    """The nodes of an instance, their processors in the kernel's list form (``0-7,16-23``), and what becomes of its memory.
+
+    ``preferred`` takes memory of the node as long as there is some; ``bind`` takes no other; ``interleave`` spreads it.
+    """
+
+    nodes: tuple[int, ...]
+    cpus: str
+    policy: Literal["preferred", "bind", "interleave"]
+
+
+@dataclass(frozen=True)
 class Instance:
     """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
 
@@ -298,7 +310,7 @@ class Instance:
     computed is ``None``: ``largest_context_length`` (tokens per request that still fit) and ``decode_ceiling_tps`` (tokens per
     second that the cards' memory bandwidth allows one stream). ``published`` are figures that others gave for the like.
     ``parser_argv`` makes the engine read its command line and end, without a model or a card; empty where it cannot.
-    ``proof`` says how it is seen that the cards do the work.
+    ``proof`` says how it is seen that the cards do the work, ``placement`` to which processors and memory it is bound, if to any.
     """
 
     name: str
@@ -324,6 +336,7 @@ class Instance:
     decode_ceiling_tps: float | None = None
     published: tuple[PublishedSpeed, ...] = ()
     proof: Proof = Proof()
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True)

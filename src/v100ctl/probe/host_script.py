@@ -517,6 +517,9 @@ def collect_cpu() -> "Document":
     if quota is not None:
         usable = min(usable, max(1, int(quota)))
     cpu["usable_count"] = usable
+    first = read_text("/proc/1/status", "")
+    cpu["usable_cpus"] = status_field(first, "Cpus_allowed_list")
+    cpu["usable_nodes"] = status_field(first, "Mems_allowed_list")
     cpu["numa_nodes"] = collect_numa_nodes()
     cpu["governors"] = collect_governors()
     return cpu
@@ -1267,8 +1270,23 @@ def _kilobytes(value: str) -> int:
     return int(number) * 1024 if number.isdigit() else 0
 
 
+def memory_policy(path: str) -> str:
+    """The policy in the first line of ``/proc/PID/numa_maps``. No more is read: the kernel walks every page of what it tells."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        words = text(os.read(descriptor, 512)).split("\n")[0].split(" ")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+    return words[1] if len(words) > 1 else ""
+
+
 def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "Document":
-    """The main process of a unit, as ``ProcessFacts``. Only ``V100CTL_*`` of its environment is looked at."""
+    """The main process of a unit, as ``ProcessFacts``. Of its environment only names without secrets are looked at."""
     folder = os.path.join(proc, str(pid))
     status = read_text(os.path.join(folder, "status"))
     limits = parse_limits(read_text(os.path.join(folder, "limits")))
@@ -1278,7 +1296,7 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
     environment = {}
     for entry in read_file(os.path.join(folder, "environ"), 1 << 20).split(b"\0"):
         name, separator, value = entry.partition(b"=")
-        if separator and name.startswith(b"V100CTL_"):
+        if separator and name.startswith((b"V100CTL_", b"CUDA_", b"OMP_")):
             environment[text(name)] = text(value[:4096])
     # The name in parentheses may hold blanks and parentheses itself.
     fields = read_text(os.path.join(folder, "stat")).rpartition(")")[2].split()
@@ -1297,6 +1315,8 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
         "nofile_soft": limits["Max open files"][0],
         "memlock_soft_bytes": limits["Max locked memory"][0],
         "cpus_allowed": status_field(status, "Cpus_allowed_list"),
+        "cgroup_unit": unit_of(read_text(os.path.join(folder, "cgroup"), "")),
+        "memory_policy": memory_policy(os.path.join(folder, "numa_maps")),
         "rss_anonymous_bytes": _kilobytes(status_field(status, "RssAnon")),
         "swap_bytes": _kilobytes(status_field(status, "VmSwap")),
     }
