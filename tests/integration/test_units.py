@@ -258,8 +258,8 @@ def test_instance_stays_on_its_card(make_v100_host: Callable[..., RunningHost], 
     pid, _ = start(host, "card", around=around)
     environ = read(host, f"/proc/{pid}/environ").split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=1" in environ
-    assert b"HOME=/var/cache/v100-card" in environ
-    assert on_host(host, "stat -c '%U %a' /var/cache/v100-card") == "v100 700"
+    assert b"XDG_CACHE_HOME=/var/cache/v100ctl/card" in environ
+    assert on_host(host, "stat -c '%U %a' /var/cache/v100ctl/card") == "v100 700"
     # The model takes more than is free there, and somebody is named.
     on_host(host, "mkdir -p /srv/models; truncate -s 15G /srv/models/large.gguf; truncate -s 1G /srv/models/small.gguf")
     check = f"python3 -ISB {CHECK_PROGRAM} --unit v100-card.service --card {uuids[1]} --weights-on-cards --wait-s 0"
