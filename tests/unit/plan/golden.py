@@ -37,7 +37,7 @@ def units() -> dict[str, str]:
         decided = plan("h1", config, facts, as_of=AS_OF)
         for file in decided.files:
             if file.instance == "chat" and file.path.endswith(".service"):
-                content = re.sub(r"(?<=/llama_cpp/b)([0-9]+-cuda)-[0-9a-f]{12}", r"\1-BUILD", file.content)
+                content = re.sub(r"(/engines/[a-z_]+/[^/]+)-[0-9a-f]{12}(?=/)", r"\1-BUILD", file.content)
                 found[name] = re.sub(rf"(?<={DIGEST_VARIABLE}=)[0-9a-f]{{16}}", "DIGEST", content)
     return found
 
