@@ -234,6 +234,54 @@ class TestFailures:
         assert "MiB are free there" in done.stderr
 
 
+RENAME = """--- a/src/toy.c
++++ b/src/toy.c
+@@ -1 +1 @@
+-const char *toy_name(void) { return "toy"; }
++const char *toy_name(void) { return "patched"; }
+"""
+
+
+class TestPatches:
+    @pytest.fixture
+    def patched(self, build: ToyBuild, tmp_path: Path) -> ToyBuild:
+        """A build with two patches, of which the second needs the first."""
+        build.patches = tmp_path / "patches"
+        build.patches.mkdir()
+        (build.patches / "1-rename.patch").write_text(RENAME)
+        (build.patches / "2-again.diff").write_text(RENAME.replace('"patched"', '"twice"').replace('"toy"', '"patched"'))
+        digest = json.loads(run_script("patches-digest", "--patches", build.patches).stdout)["sha256"]
+        build.spec["source"]["patches_sha256"] = digest
+        return build
+
+    def test_are_applied_in_the_order_of_their_names(self, patched: ToyBuild) -> None:
+        patched.start()
+        status = patched.await_end()
+        assert status["state"] == "done", status
+        program = subprocess.run([patched.work / "stage/bin/toy-server"], capture_output=True, text=True, check=True)
+        assert program.stdout.startswith("twice version")
+        source = json.loads((patched.work / "stage/release.json").read_text())["source"]
+        assert source["patches"] == ["1-rename.patch", "2-again.diff"]
+        assert source["patches_sha256"] == patched.spec["source"]["patches_sha256"]
+
+    def test_one_that_does_not_fit_is_named(self, patched: ToyBuild) -> None:
+        assert patched.patches
+        (patched.patches / "1-rename.patch").unlink()
+        digest = json.loads(run_script("patches-digest", "--patches", patched.patches).stdout)["sha256"]
+        patched.spec["source"]["patches_sha256"] = digest
+        patched.start()
+        status = patched.await_end()
+        assert (status["state"], status["phase"]) == ("failed", "unpack")
+        assert "the patch `2-again.diff` does not fit" in status["message"]
+        assert not (patched.work / "src").exists(), "half a patched tree is never compiled"
+
+    def test_others_than_the_plan_says(self, patched: ToyBuild) -> None:
+        assert patched.patches
+        (patched.patches / "3-more.patch").write_text(RENAME)
+        patched.start()
+        assert "have the digest" in patched.await_end()["message"]
+
+
 class TestKilled:
     def test_dead_builder_is_seen_and_its_build_taken_up(self, slow_build: ToyBuild) -> None:
         slow_build.start()

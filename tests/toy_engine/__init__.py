@@ -159,6 +159,7 @@ class ToyBuild:
         self.files = files or source_files()
         self.spec = build_spec(self.files, **changed)
         self.archive = write_archive(folder / "source.tar.gz", self.files)
+        self.patches: Path | None = None
 
     def call(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs a verb of the script."""
@@ -168,7 +169,8 @@ class ToyBuild:
         """``start``, which has to be accepted."""
         spec = self.folder / "spec.json"
         spec.write_text(json.dumps(self.spec))
-        done = self.call("start", "--spec", spec, "--archive", self.archive, "--work", self.work)
+        patches = ["--patches", self.patches] if self.patches else []
+        done = self.call("start", "--spec", spec, "--archive", self.archive, "--work", self.work, *patches)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
