@@ -14,7 +14,7 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -69,7 +69,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        # A client that only looks, or that is killed, reads no further.
+        with suppress(ConnectionError):
+            self.wfile.write(body)
 
     def by_range(self, content: bytes, etag: str) -> None:
         span = self.headers.get("Range")
