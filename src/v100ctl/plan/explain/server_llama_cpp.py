@@ -446,6 +446,9 @@ def _gather(reading: _Reading, environment: list[Finding]) -> None:
             wish.settings[setting] = value
         if found or flag.name in _INSTANCE_KEYS or set(flag.words) & (always | set(row.secret_flags)):
             continue
+        if row.proof.flag in flag.words and values == (str(row.proof.verbosity),):
+            # On cards it is what the plan says itself, so that the log proves where the engine computes.
+            continue
         if set(flag.names) & _HANDLED or flag.removed or flag.exits or any(is_opaque(value) for value in values):
             continue
         wish.extra_args += [_resolved(item.words[0], reading.parser), *values]
