@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
-from v100ctl.plan import DIGEST_VARIABLE
+from v100ctl.plan import DIGEST_VARIABLE, gateway
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.numa import format_cpus, parse_cpus
@@ -122,6 +122,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_units(plan, facts, applied),
         *_processes(plan, facts),
         *_services(plan, facts),
+        *_gateway(plan, facts, applied),
     )
 
 
@@ -572,6 +573,55 @@ def _services(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
                 # The roles wait for a server that loads, and restart none that runs as planned.
                 f"`journalctl -u {instance.unit}` on the host says why; `systemctl restart {instance.unit}` there starts it anew",
                 instance.name,
+            )
+
+
+def _gateway(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+    """The gateway: its unit, the configuration that it has loaded, and the servers that somebody has taken out of it."""
+    decision = plan.gateway
+    if decision is None:
+        return
+    kind: Kind = "drifted" if "gateway" in applied and decision.state == "started" else "pending"
+
+    def finding(what: str, expected: str, actual: str, layer: Layer = "unit") -> Finding:
+        return Finding(f"{layer}.{what}:{decision.unit}", kind, layer, gateway.ROLE, expected, actual, "error", _PROVISION)
+
+    if decision.state == "absent":
+        yield finding("unwanted", "absent", "its files are there")
+        return
+    unit = facts.units.get(decision.unit)
+    if unit is None or unit.load_state == "not-found":
+        yield finding("missing", "loaded", "not loaded")
+        return
+    if "masked" in (unit.load_state, unit.unit_file_state):
+        yield finding("masked", "enabled", "masked")
+    elif unit.unit_file_state != "enabled":
+        yield finding("disabled", "enabled", unit.unit_file_state or "unknown")
+    if unit.need_daemon_reload:
+        yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
+    if unit.active_state != "active":
+        yield finding("inactive", "active", f"{unit.active_state} ({unit.sub_state}), result {unit.result or 'unknown'}")
+        return
+    if facts.gateway is None:
+        # Without root nobody can ask it.
+        return
+    if facts.gateway.digest != decision.digest:
+        yield finding(
+            "stale", f"configuration {decision.digest}", f"configuration {facts.gateway.digest or 'of another kind'}", "process"
+        )
+    for front in decision.fronts:
+        server = facts.gateway.servers.get(front.instance)
+        if server is not None and server.status.split(" ")[0] in ("DRAIN", "MAINT"):
+            yield Finding(
+                f"service.taken-out:{front.instance}",
+                "external",
+                "service",
+                gateway.ROLE,
+                "UP",
+                server.status,
+                "warn",
+                f"`python3 {gateway.PROGRAM} open {front.instance}` on the host lets requests in again",
+                front.instance,
             )
 
 

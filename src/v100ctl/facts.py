@@ -400,6 +400,20 @@ class Listener(_Facts):
     unit: str = ""
 
 
+class GatewayServer(_Facts):
+    """How the gateway sees an instance: HAProxy's word for it (``UP``, ``DOWN``, ``DRAIN``, ``MAINT``), and its requests."""
+
+    status: str = ""
+    requests_running: int = 0
+
+
+class GatewayFacts(_Facts):
+    """The gateway that runs: the digest of the configuration that it has loaded, and its servers by instance."""
+
+    digest: str = ""
+    servers: dict[str, GatewayServer] = Field(default_factory=dict)
+
+
 class HealthFacts(_Facts):
     """The answer of an instance's health path: HTTP status, or ``None`` with the reason in ``error``."""
 
@@ -476,6 +490,8 @@ class Facts(_Facts):
     processes: tuple[ProcessFacts, ...] = ()
     listeners: tuple[Listener, ...] = ()
     health: dict[str, HealthFacts] = Field(default_factory=dict)
+    #: The gateway's HAProxy; ``None`` where it does not run.
+    gateway: GatewayFacts | None = None
     #: Parts of the probe that failed, by name: what could not be learned and why.
     errors: dict[str, str] = Field(default_factory=dict)
 

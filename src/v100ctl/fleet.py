@@ -695,6 +695,9 @@ class HostConfig(BaseModel):
     model_store_hf_endpoint: str = Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")
     model_store_hf_token: SecretStr = Field(repr=False)
     model_store_prune: bool
+    gateway_placement: Literal["none", "host"]
+    gateway_wait_s: int = Field(ge=1, le=86400)
+    gateway_tls_certificate: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
 
@@ -712,7 +715,7 @@ class HostConfig(BaseModel):
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("llm_", "llama_", "nvidia_", "cuda_", "gpu_", "model_store_", "vllm_", "external_engine")
+VARIABLE_PREFIXES = ("gateway_", "llm_", "llama_", "nvidia_", "cuda_", "gpu_", "model_store_", "vllm_", "external_engine")
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

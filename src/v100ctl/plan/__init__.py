@@ -24,7 +24,7 @@ from v100ctl.fleet import (
     plain,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, external, llama_cpp, tuning, units
+from v100ctl.plan import driver_actions, external, gateway, llama_cpp, tuning, units
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -75,8 +75,18 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     """What the probe has to look at for this configuration, beside the places that this toolkit always manages."""
     present = present_instances(config)
     return ProbeRequest(
-        files=(*(directory.path for directory in _directories()), *driver_actions.FILES, *tuning.FILES, *units.FILES),
-        health={name: local_url(spec, path) for name, spec in present.items() if (path := _health_path(spec, config))},
+        files=(
+            *(directory.path for directory in _directories()),
+            *driver_actions.FILES,
+            *tuning.FILES,
+            *gateway.FILES,
+            *units.FILES,
+        ),
+        health={
+            name: local_url(gateway.behind(spec, config), path)
+            for name, spec in present.items()
+            if (path := _health_path(spec, config))
+        },
         models=tuple(sorted({path for spec in present.values() for model in source_specs(spec) for path in file_paths(model)})),
         deep=deep,
     )
@@ -129,6 +139,7 @@ def plan(
     planner.decide()
     models = with_release_paths(models, {name: item.release_path for name, item in planner.instances.items()})
     unused = unused_models(models, facts)
+    front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -141,6 +152,7 @@ def plan(
         *planner.host_verdicts,
         *fleet_of_one_rules(config),
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
+        *gateway.gateway_rules(config, facts, planner.public),
         *planner.instance_verdicts,
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(planner.releases, facts, builds_here=planner.builds_here),
@@ -153,7 +165,7 @@ def plan(
             host=host,
             as_of=as_of.isoformat(),
             rules=tuple(rules),
-            packages=_packages(distribution, present),
+            packages=(*_packages(distribution, present), *((gateway.PACKAGE,) if front and front.state == "started" else ())),
             directories=_directories(),
             releases=(*planner.releases, *planner.vllm_releases),
             models=models,
@@ -164,12 +176,14 @@ def plan(
                 *planner.tuning_files,
                 *units.shared_files(facts, planner.instances.values()),
                 *(planner.files[name] for name in sorted(planner.files)),
+                *front_files,
             ),
             units=tuple(started),
             instances=tuple(planner.instances[name] for name in sorted(planner.instances)),
             driver=planner.driver,
             cuda=planner.cuda,
             tuning=planner.tuning,
+            gateway=front,
         )
     )
 

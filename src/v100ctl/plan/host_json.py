@@ -48,6 +48,11 @@ def with_host_json(decided: HostPlan) -> HostPlan:
     if decided.tuning is not None:
         # One that is missing later has to be told from one that never was.
         document["cards"] = [card.pci_address for card in decided.tuning.cards]
+    if decided.gateway is not None and decided.gateway.state == "started":
+        document["gateway"] = {
+            "unit": decided.gateway.unit,
+            "fronts": {front.instance: {"bind": front.bind, "engine": front.engine} for front in decided.gateway.fronts},
+        }
     if decided.driver is not None:
         document["driver"] = {"branch": decided.driver.branch, "packages": list(decided.driver.packages)}
     content = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

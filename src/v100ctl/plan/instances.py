@@ -18,6 +18,7 @@ from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
 from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
+from v100ctl.plan.gateway import behind
 from v100ctl.plan.models import model_path, model_specs
 from v100ctl.plan.numa import place, threads_of
 from v100ctl.plan.rules.card_state import state_rules
@@ -115,6 +116,8 @@ class Planner:
         self.host, self.config, self.facts, self.headers, self.catalog, self.as_of = host, config, facts, headers, catalog, as_of
         self._models = {model.path: model for model in models}
         self._going = going
+        #: The instances as the inventory has them with their profiles, and as their engines are started.
+        self.public: dict[str, InstanceSpec] = {}
         self._specs: dict[str, InstanceSpec] = {}
         #: Instances whose profile cannot be applied: what is wrong with the rest of them would be guessed.
         self._unresolved: set[str] = set()
@@ -124,7 +127,8 @@ class Planner:
         self.instance_verdicts: list[Rule] = []
         for name, spec in sorted(config.llm_server_instances.items()):
             if spec.state == "present":
-                self._specs[name], problems = profiles.applied(name, spec, catalog)
+                self.public[name], problems = profiles.applied(name, spec, catalog)
+                self._specs[name] = behind(self.public[name], config)
                 self.instance_verdicts += problems
                 if problems:
                     self._unresolved.add(name)
@@ -251,7 +255,7 @@ class Planner:
 
     def _decide_instance(self, name: str, spec: InstanceSpec) -> None:
         row = self.llama_cpp_row
-        self.instance_verdicts += instance_rules(name, spec, self.config, row, self.catalog)
+        self.instance_verdicts += instance_rules(name, self.public[name], self.config, row, self.catalog)
         model = self._models[model_path(spec.model)]
         self.instance_verdicts += placement_rules(
             name, spec, model, unit_name(name), self.facts, going=self._going, on_cards=self._on_cards(spec)

@@ -303,6 +303,29 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class GatewayFront:
+    """One public port: where the gateway listens, and the engine behind it (``ADDRESS:PORT`` each)."""
+
+    instance: str
+    bind: str
+    engine: str
+    health_path: str
+
+
+@dataclass(frozen=True)
+class GatewayDecision:
+    """The HAProxy in front of a host's instances. ``digest`` is that of the configuration which it shall have loaded;
+    ``absent_files`` are those of one that goes.
+    """
+
+    unit: str
+    state: Literal["started", "absent"]
+    digest: str
+    fronts: tuple[GatewayFront, ...]
+    absent_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Instance:
     """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
 
@@ -363,6 +386,7 @@ class HostPlan:
     driver: DriverDecision | None = None
     cuda: CudaDecision | None = None
     tuning: TuningDecision | None = None
+    gateway: GatewayDecision | None = None
 
     @property
     def verdict(self) -> Verdict:

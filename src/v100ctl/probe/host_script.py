@@ -96,10 +96,12 @@ PACKAGE_LOCKS = (
     "/var/lib/rpm/.rpm.lock",
     "/usr/lib/sysimage/rpm/.rpm.lock",
 )
+#: Where the gateway's HAProxy is asked for its state.
+GATEWAY_SOCKET = "/run/v100ctl-gateway/admin.sock"
 # A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
 UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service")
 #: Units of others that this toolkit has something to do with.
-OTHER_UNITS = ("docker.service", "nvidia-persistenced.service", "v100ctl-gpu-tuning.service")
+OTHER_UNITS = ("docker.service", "nvidia-persistenced.service", "v100ctl-gateway.service", "v100ctl-gpu-tuning.service")
 UNIT_PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,NeedDaemonReload,MainPID,Result,NRestarts"
 )
@@ -1409,6 +1411,49 @@ def name_listeners(listeners: "list[Document]", proc: str = "/proc") -> "list[Do
     return [dict(entry, command=command_of(entry["pid"], proc)) if entry["pid"] else entry for entry in listeners]
 
 
+# --- gateway ------------------------------------------------------------------------------------------------------------------
+
+
+def ask_gateway(command: str, path: str = GATEWAY_SOCKET, limit_s: float = 2.0) -> str:
+    """One question to HAProxy's runtime API, and its answer, cut to a megabyte."""
+    answer = b""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        channel.settimeout(limit_s)
+        channel.connect(path)
+        channel.sendall(command.encode() + b"\n")
+        while len(answer) < 1024 * 1024:
+            block = channel.recv(65536)
+            if not block:
+                break
+            answer += block
+    return answer.decode("utf-8", "replace")
+
+
+def gateway_facts(info: str, statistics: str) -> "Document":
+    """Which configuration the gateway has loaded, and how it sees each server."""
+    loaded = re.search(r"^description: v100ctl ([0-9a-f]{1,64})\s*$", info, re.MULTILINE)
+    servers = {}
+    rows = statistics.lstrip("# ").splitlines()
+    columns = rows[0].split(",") if rows else []
+    for row in rows[1:]:
+        fields = dict(zip(columns, row.split(",")))
+        name = fields.get("pxname", "")
+        if name.startswith("engine-") and fields.get("svname") == "engine":
+            running = fields.get("scur", "")
+            servers[text(name[len("engine-") :])] = {
+                "status": text(fields.get("status", "")),
+                "requests_running": int(running) if running.isdigit() else 0,
+            }
+    return {"digest": loaded.group(1) if loaded else "", "servers": servers}
+
+
+def collect_gateway() -> "Document | None":
+    """The gateway that runs; ``None`` where there is none, or only its owner may ask it."""
+    if not os.access(GATEWAY_SOCKET, os.W_OK):
+        return None
+    return gateway_facts(ask_gateway("show info"), ask_gateway("show stat"))
+
+
 # --- health -------------------------------------------------------------------------------------------------------------------
 
 
@@ -2392,6 +2437,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("releases", collect_releases, request, limit_s=long_s),
         Task("stored_models", collect_stored_models),
         Task("health", collect_health, request["health"]),
+        Task("gateway", collect_gateway),
     ]
     for account in request["accounts"]:
         tasks.append(Task("accounts", lambda name: Names().account(name), account, item=account))

@@ -1,0 +1,35 @@
+"""A small streaming HTTP server in an engine's place: the gateway's own tests need none that computes.
+
+`GET /stream?words=N` sends N words, ten a second, and ends with `end`.
+"""
+
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+
+class Handler(BaseHTTPRequestHandler):
+    """`GET /health` and `GET /stream`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """One answer, whole or in pieces."""
+        url = urlsplit(self.path)
+        if url.path == "/health":
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for word in [*map(str, range(int(parse_qs(url.query)["words"][0]))), "end"]:
+            self.wfile.write(b"%x\r\n%s\n\r\n" % (len(word) + 1, word.encode()))
+            self.wfile.flush()
+            time.sleep(0.1)
+        self.wfile.write(b"0\r\n\r\n")
+
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""Takes an LLM server out of this host's gateway and brings it back, and says what the gateway runs.
+
+Runs where nothing of ours is installed: standard library only, Python 3.8 or later. Each verb prints one JSON object.
+
+``drain INSTANCE --limit-s N``
+    New requests wait from now on. Ends when the running ones have ended, or at the limit: then the exit status is 3 and the
+    server stays out. ``{"running": N}``
+``open INSTANCE --limit-s N``
+    Lets requests in again, and ends when the gateway has seen the server healthy; status 3 when it has not within the limit.
+``save``
+    Writes the servers' state for the process that takes over; part of a reload.
+``status``
+    ``{"digest", "servers": {INSTANCE: {"status", "running", "waiting"}}}``: which file is loaded, and how each server is seen.
+
+A gateway that does not run is exit status 4, an instance that it does not know is 5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, NoReturn, Sequence
+
+FOLDER = Path("/run/v100ctl-gateway")
+ANSWER_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+POLL_S = 0.2
+
+EXIT_LIMIT = 3
+EXIT_NOT_RUNNING = 4
+EXIT_UNKNOWN = 5
+
+JsonObject = Dict[str, Any]
+
+
+class NotRunning(Exception):
+    """Nobody answers on the gateway's socket."""
+
+
+class UnknownInstance(Exception):
+    """The gateway has no such instance."""
+
+
+def ask(command: str) -> str:
+    """One command of HAProxy's runtime API, and its answer.
+
+    Raises:
+        NotRunning: There is no gateway, or it does not answer within the time limit.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as channel:
+        channel.settimeout(ANSWER_TIMEOUT_S)
+        try:
+            channel.connect(str(FOLDER / "admin.sock"))
+            channel.sendall(command.encode() + b"\n")
+            answer = b""
+            while len(answer) < MAX_ANSWER_BYTES:
+                block = channel.recv(65536)
+                if not block:
+                    break
+                answer += block
+        except OSError as error:
+            raise NotRunning(str(error)) from error
+    return answer.decode("utf-8", errors="replace")
+
+
+def loaded_digest(info: str) -> str:
+    """The digest in the description of the running configuration; empty where it is not one of ours."""
+    match = re.search(r"^description: v100ctl ([0-9a-f]+)\s*$", info, re.MULTILINE)
+    return match.group(1) if match else ""
+
+
+def server_states(statistics: str) -> dict[str, JsonObject]:
+    """Each instance's server from the answer to ``show stat``."""
+    found: dict[str, JsonObject] = {}
+    rows = csv.DictReader(io.StringIO(statistics.lstrip("# ")))
+    held: dict[str, int] = {}
+    for row in rows:
+        name, kind = row.get("pxname") or "", row.get("svname") or ""
+        if kind == "FRONTEND":
+            held[name] = int(row.get("scur") or 0)
+        elif name.startswith("engine-") and kind == "engine":
+            instance = name[len("engine-") :]
+            running = int(row.get("scur") or 0)
+            found[instance] = {"status": row.get("status") or "", "running": running, "waiting": 0}
+    for instance, server in found.items():
+        # Idle connections of clients are among them: an upper bound.
+        server["waiting"] = max(0, held.get(instance, 0) - server["running"])
+    return found
+
+
+def _server(instance: str) -> JsonObject:
+    states = server_states(ask("show stat"))
+    if instance not in states:
+        raise UnknownInstance(f"the gateway has no instance `{instance}`; it has {', '.join(sorted(states)) or 'none'}")
+    return states[instance]
+
+
+def drain(instance: str, limit_s: float) -> int:
+    """See the verb ``drain`` above."""
+    _server(instance)
+    ask(f"set server engine-{instance}/engine state drain")
+    deadline = time.monotonic() + limit_s
+    while True:
+        running = _server(instance)["running"]
+        if running == 0 or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    _say({"running": running})
+    return 0 if running == 0 else EXIT_LIMIT
+
+
+def reopen(instance: str, limit_s: float) -> int:
+    """See the verb ``open`` above."""
+    _server(instance)
+    ask(f"set server engine-{instance}/engine state ready")
+    deadline = time.monotonic() + limit_s
+    while True:
+        server = _server(instance)
+        if server["status"].startswith("UP") or time.monotonic() >= deadline:
+            break
+        time.sleep(POLL_S)
+    _say(server)
+    return 0 if server["status"].startswith("UP") else EXIT_LIMIT
+
+
+def save() -> int:
+    """See the verb ``save`` above."""
+    try:
+        state = ask("show servers state")
+    except NotRunning:
+        return 0
+    aside = FOLDER / "servers.new"
+    aside.write_text(state, encoding="utf-8")
+    aside.replace(FOLDER / "servers")
+    return 0
+
+
+def _say(document: JsonObject) -> None:
+    sys.stdout.write(json.dumps(document, sort_keys=True) + "\n")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        sys.stderr.write(f"error: {message}\n")
+        raise SystemExit(64)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command line; returns the exit status."""
+    parser = _Parser(description="Takes LLM servers out of this host's gateway and brings them back")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("drain", "open"):
+        sub = verbs.add_parser(verb)
+        sub.add_argument("instance")
+        sub.add_argument("--limit-s", type=float, default=600.0)
+    verbs.add_parser("save")
+    verbs.add_parser("status")
+    given = parser.parse_args(arguments)
+    try:
+        if given.verb == "drain":
+            return drain(given.instance, given.limit_s)
+        if given.verb == "open":
+            return reopen(given.instance, given.limit_s)
+        if given.verb == "save":
+            return save()
+        _say({"digest": loaded_digest(ask("show info")), "servers": server_states(ask("show stat"))})
+    except NotRunning as error:
+        sys.stderr.write(f"error: the gateway does not answer: {error}\n")
+        return EXIT_NOT_RUNNING
+    except UnknownInstance as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_UNKNOWN
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

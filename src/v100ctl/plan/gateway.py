@@ -1,0 +1,132 @@
+"""The host's front: HAProxy on the public ports, the engines behind it on loopback.
+
+With it a restart costs no request: those that run end first, and new ones wait. Without it an engine listens itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from v100ctl.facts import Facts
+from v100ctl.fleet import HostConfig, InstanceSpec
+from v100ctl.paths import content_dir
+from v100ctl.plan.render import MANAGED_HEADER, render
+from v100ctl.plan.types import GatewayDecision, GatewayFront, Instance, ManagedFile, Rule
+
+ROLE = "gateway"
+PACKAGE = "haproxy"
+UNIT = "v100ctl-gateway.service"
+UNIT_PATH = f"/etc/systemd/system/{UNIT}"
+RUNTIME_FOLDER = "/run/v100ctl-gateway"
+FOLDER = "/opt/v100ctl/gateway"
+PROGRAM = f"{FOLDER}/gateway_control.py"
+WAIT_SCRIPT = f"{FOLDER}/wait.lua"
+CONFIG = "/etc/v100ctl/gateway.cfg"
+FILES = (UNIT_PATH, PROGRAM, WAIT_SCRIPT, CONFIG)
+
+#: An engine behind the gateway listens on its public port plus this, or minus it where there is no such port.
+PORT_OFFSET = 10000
+_LAST_PORT = 65535
+#: Connections at once, idle ones included; two descriptors each.
+CONNECTIONS = 4000
+#: How long a stream may be silent: a prompt that fills a long context is read for many minutes.
+STREAM_TIMEOUT_S = 3600
+
+
+def engine_port(port: int) -> int:
+    """Where the engine listens whose public port is ``port``."""
+    return port + PORT_OFFSET if port + PORT_OFFSET <= _LAST_PORT else port - PORT_OFFSET
+
+
+def behind(spec: InstanceSpec, config: HostConfig) -> InstanceSpec:
+    """The instance as its engine is started: behind a gateway on loopback and another port, else as it is."""
+    if config.gateway_placement != "host":
+        return spec
+    return spec.model_copy(update={"listen": "127.0.0.1", "port": engine_port(spec.port)})
+
+
+def decide_gateway(
+    config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec], instances: Mapping[str, Instance]
+) -> tuple[GatewayDecision | None, tuple[ManagedFile, ...]]:
+    """The gateway of a host, and its files; one that an earlier run has left and that is wanted no more is ``absent``.
+
+    Args:
+        config: What the inventory asks for.
+        facts: What the probe found.
+        public: The instances as the inventory has them.
+        instances: The same as they are started.
+    """
+    if config.gateway_placement != "host" or not instances:
+        left = [path for path in FILES if path in facts.files and facts.files[path].kind == "file"]
+        ours = any((facts.files[path].content or "").startswith(f"# {MANAGED_HEADER}\n") for path in left)
+        return (GatewayDecision(UNIT, "absent", "", (), tuple(left)) if ours else None), ()
+    fronts = tuple(
+        GatewayFront(
+            instance=name,
+            bind=_address(public[name].listen, public[name].port),
+            engine=_address(instance.listen, instance.port),
+            health_path="/" + instance.health_url.split("/", 3)[3],
+        )
+        for name, instance in sorted(instances.items())
+    )
+    values: dict[str, Any] = {
+        "fronts": fronts,
+        "wait_s": config.gateway_wait_s,
+        "certificate": config.gateway_tls_certificate,
+        "connections": CONNECTIONS,
+        "stream_timeout_s": STREAM_TIMEOUT_S,
+        "runtime_folder": RUNTIME_FOLDER,
+        "wait_script": WAIT_SCRIPT,
+    }
+    script = render("gateway/wait.lua.j2")
+    digest = hashlib.sha256((render("gateway/haproxy.cfg.j2", **values, digest="") + script).encode()).hexdigest()[:16]
+    unit = render(
+        "systemd/gateway.service.j2",
+        config=CONFIG,
+        program=PROGRAM,
+        runtime_folder=RUNTIME_FOLDER,
+        runtime_name=RUNTIME_FOLDER.rpartition("/")[2],
+        connections=CONNECTIONS,
+    )
+    files = (
+        ManagedFile(PROGRAM, (content_dir() / "roles/gateway/files/gateway_control.py").read_text("utf-8"), ROLE, mode="0755"),
+        ManagedFile(WAIT_SCRIPT, script, ROLE),
+        ManagedFile(CONFIG, render("gateway/haproxy.cfg.j2", **values, digest=digest), ROLE),
+        ManagedFile(UNIT_PATH, unit, ROLE),
+    )
+    return GatewayDecision(UNIT, "started", digest, fronts), files
+
+
+def _address(listen: str, port: int) -> str:
+    return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+
+
+def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec]) -> Iterator[Rule]:
+    """Rules about the ports of a host with a gateway."""
+    if config.gateway_placement != "host":
+        return
+    ports = {spec.port: name for name, spec in public.items()}
+    for name, spec in sorted(public.items()):
+        inner = engine_port(spec.port)
+        if inner in ports:
+            yield Rule(
+                "gateway-port-twice",
+                "refuse",
+                f"behind the gateway the engine listens on port {inner} (its own {spec.port} and {PORT_OFFSET}), "
+                f"which is the public port of {ports[inner]}",
+                f"another `port` for {ports[inner]}",
+                instance=name,
+            )
+        for listener in facts.listeners:
+            if listener.port == spec.port and listener.unit not in (UNIT, f"v100-{name}.service"):
+                owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
+                yield Rule(
+                    "port-taken",
+                    "refuse",
+                    f"port {spec.port} on {listener.address} is taken by {owner}",
+                    "stop it, or another `port`",
+                    instance=name,
+                )
+                break
