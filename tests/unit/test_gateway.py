@@ -21,11 +21,18 @@ from v100ctl.probe import host_script
 from .factory import applied_facts, make_config, make_facts, make_plan, merge
 
 SCRIPT = Path(__file__).resolve().parents[2] / "roles/gateway/files/gateway_control.py"
-STATISTICS = """# pxname,svname,qcur,qmax,scur,smax,slim,stot,bin,bout,dreq,dresp,ereq,econ,eresp,wretr,wredis,status,weight
-chat,FRONTEND,,,3,9,4000,12,1,1,0,0,0,,,,,OPEN,
-engine-chat,engine,0,0,2,2,,9,1,1,,0,,0,0,0,0,{status},1
-engine-chat,BACKEND,0,0,2,2,400,9,1,1,0,0,,0,0,0,0,UP,1
+STATISTICS = """# pxname,svname,qcur,qmax,scur,smax,slim,stot,bin,bout,dreq,dresp,ereq,econ,eresp,wretr,wredis,status,weight,addr
+chat,FRONTEND,,,3,9,4000,12,1,1,0,0,0,,,,,OPEN,,
+engine-chat,engine,0,0,2,2,,9,1,1,,0,,0,0,0,0,{status},1,127.0.0.1:18000
+engine-chat,BACKEND,0,0,2,2,400,9,1,1,0,0,,0,0,0,0,UP,1,
 """
+#: As the kernel writes it: one that listens, one to another port, one that waits for its end.
+CONNECTIONS = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:4650 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1
+   1: 0100007F:A001 0100007F:4651 01 00000000:00000000 00:00000000 00000000     0        0 2
+   2: 0100007F:A002 0100007F:4650 06 00000000:00000000 00:00000000 00000000     0        0 3
+"""
+OPEN = "   3: 0100007F:A003 0100007F:4650 01 00000000:00000000 00:00000000 00000000     0        0 4\n"
 INFO = "Name: HAProxy\nVersion: 2.6.12\nnode: h1\ndescription: v100ctl 0123456789abcdef\nStopping: 0\n"
 
 
@@ -211,6 +218,8 @@ def control(tmp_path: Path) -> Any:
     spec.loader.exec_module(module)
     module.FOLDER = tmp_path
     module.POLL_S = 0.01
+    module.CONNECTIONS = tmp_path / "tcp"
+    module.CONNECTIONS.write_text(CONNECTIONS)
     return module
 
 
@@ -232,6 +241,15 @@ def test_drain_says_what_still_runs_at_the_limit(control: Any, haproxy: Haproxy,
     assert json.loads(capsys.readouterr().out) == {"running": 2}
 
 
+def test_drain_sees_what_a_process_before_still_serves(
+    control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    haproxy.running = 0
+    control.CONNECTIONS.write_text(CONNECTIONS + OPEN)
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
+    assert json.loads(capsys.readouterr().out) == {"running": 1}
+
+
 def test_open_lets_requests_in(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:
     haproxy.status = "DRAIN"
     assert control.main(["open", "chat", "--limit-s", "30"]) == 0
@@ -242,7 +260,7 @@ def test_status_and_save(control: Any, haproxy: Haproxy, tmp_path: Path, capsys:
     assert control.main(["status"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "digest": "0123456789abcdef",
-        "servers": {"chat": {"running": 2, "status": "UP", "waiting": 1}},
+        "servers": {"chat": {"engine": "127.0.0.1:18000", "running": 2, "status": "UP", "waiting": 1}},
     }
     assert control.main(["save"]) == 0
     assert (tmp_path / "servers").read_text() == "1\n# be_id be_name\n"

@@ -1,11 +1,13 @@
 """A small streaming HTTP server in an engine's place: the gateway's own tests need none that computes.
 
-`GET /stream?words=N` sends N words, ten a second, and ends with `end`.
+`GET /stream?until=FILE` sends a number every tenth of a second, until there is such a file, and then `end`.
 """
 
+import itertools
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 
@@ -25,9 +27,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for word in [*map(str, range(int(parse_qs(url.query)["words"][0]))), "end"]:
-            self.wfile.write(b"%x\r\n%s\n\r\n" % (len(word) + 1, word.encode()))
+        last = Path(parse_qs(url.query)["until"][0])
+        for number in itertools.count():
+            word = b"end" if last.exists() else b"%d" % number
+            self.wfile.write(b"%x\r\n%s\n\r\n" % (len(word) + 1, word))
             self.wfile.flush()
+            if word == b"end":
+                break
             time.sleep(0.1)
         self.wfile.write(b"0\r\n\r\n")
 

@@ -33,6 +33,9 @@ FOLDER = Path("/run/v100ctl-gateway")
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 POLL_S = 0.2
+CONNECTIONS = Path("/proc/net/tcp")
+#: The state of a connection that is open, as the kernel writes it there.
+ESTABLISHED = "01"
 
 EXIT_LIMIT = 3
 EXIT_NOT_RUNNING = 4
@@ -89,11 +92,36 @@ def server_states(statistics: str) -> dict[str, JsonObject]:
         elif name.startswith("engine-") and kind == "engine":
             instance = name[len("engine-") :]
             running = int(row.get("scur") or 0)
-            found[instance] = {"status": row.get("status") or "", "running": running, "waiting": 0}
+            found[instance] = {
+                "status": row.get("status") or "",
+                "running": running,
+                "waiting": 0,
+                "engine": row.get("addr") or "",
+            }
     for instance, server in found.items():
         # Idle connections of clients are among them: an upper bound.
         server["waiting"] = max(0, held.get(instance, 0) - server["running"])
     return found
+
+
+def open_connections(table: str, engine: str) -> int:
+    """How many connections to ``engine`` (``127.0.0.1:PORT``) are open, from ``/proc/net/tcp``.
+
+    A process that is about to end, since another has loaded a new configuration, still serves its requests and is not asked any
+    more: what it serves is seen here. The gateway closes a connection to an engine with the answer, so that each is a request.
+    """
+    address, _, port = engine.rpartition(":")
+    if not port.isdigit():
+        return 0
+    octets = address.split(".")
+    wanted = "".join(f"{int(octet):02X}" for octet in reversed(octets)) + f":{int(port):04X}"
+    rows = (line.split() for line in table.splitlines()[1:])
+    return sum(1 for row in rows if len(row) > 3 and row[2] == wanted and row[3] == ESTABLISHED)
+
+
+def _running(instance: str) -> int:
+    server = _server(instance)
+    return max(server["running"], open_connections(CONNECTIONS.read_text(encoding="ascii"), server["engine"]))
 
 
 def _server(instance: str) -> JsonObject:
@@ -109,7 +137,7 @@ def drain(instance: str, limit_s: float) -> int:
     ask(f"set server engine-{instance}/engine state drain")
     deadline = time.monotonic() + limit_s
     while True:
-        running = _server(instance)["running"]
+        running = _running(instance)
         if running == 0 or time.monotonic() >= deadline:
             break
         time.sleep(POLL_S)
