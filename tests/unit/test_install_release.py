@@ -99,8 +99,8 @@ def install(source: Path, folder: Path, **changes: Any) -> Path:
 def engines(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path / "engines"
     folder.mkdir()
-    # An engine's check runs as the account that owns nothing, which cannot look into pytest's own folders: the one of all runs, the
-    # one of this run, and within it those of parallel processes.
+    # An engine's check runs as the account that owns nothing, which cannot look into pytest's own folders: that of all runs, that
+    # of this run, and within it those of parallel processes.
     base = tmp_path_factory.getbasetemp()
     for parent in (tmp_path, base, *list(base.parents)[: 2 if base.name.startswith("popen-") else 1]):
         parent.chmod(0o755)
