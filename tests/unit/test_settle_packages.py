@@ -54,8 +54,11 @@ def test_only_packages_of_another_driver_are_settled() -> None:
         "installed libcuda1 535.309.01-0+deb12u1\nunpacked nvidia-smi 535.309.01-0+deb12u1\nconfig-files nvidia-old 470.1-1\n"
         "installed libnvidia-ml1 580.159.04-1\ninstalled nvidia-cuda-toolkit 11.8.89~11.8.0-5\nnot-installed nvidia-none \n"
         "installed cuda-drivers 1:535.309.01-1\n"
+        "installed libnvidia-cfg1:amd64 535.309.01-0+deb12u1\ninstalled libcuda1:i386 535.309.01-0+deb12u1\n"
     )
-    assert settle.others(listed, "580") == ["libcuda1", "nvidia-smi", "cuda-drivers"]
+    # As apt says them: the host's own architecture is not part of a name.
+    found = settle.others(listed, "580", "amd64")
+    assert found == ["libcuda1", "nvidia-smi", "cuda-drivers", "libnvidia-cfg1", "libcuda1:i386"]
 
 
 @pytest.mark.parametrize(

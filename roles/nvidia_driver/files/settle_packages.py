@@ -42,11 +42,14 @@ def is_of(version: str, driver: str) -> bool:
     return upstream == driver or upstream.startswith(driver + ".")
 
 
-def others(listed: str, driver: str) -> "list[str]":
-    """The packages of another driver among those of ``dpkg-query``'s list: state, name and version."""
+def others(listed: str, driver: str, architecture: str) -> "list[str]":
+    """The packages of another driver among those of ``dpkg-query``'s list: state, name and version.
+
+    Libraries have their architecture in the name there; apt says it for those of another than the host's alone.
+    """
     rows = [line.split() for line in listed.splitlines()]
     return [
-        name
+        name[: -len(architecture) - 1] if name.endswith(":" + architecture) else name
         for state, name, version in (row for row in rows if len(row) == 3)
         if state not in ("not-installed", "config-files")
         and re.match(r"([0-9]+:)?[0-9]{3}\.[0-9]", version)
@@ -71,7 +74,7 @@ def main() -> None:
         ["dpkg-query", "--show", "--showformat", "${db:Status-Status} ${binary:Package} ${Version}\n", *options.packages],
         check=False,
     )
-    packages = others(listed, options.driver)
+    packages = others(listed, options.driver, run(["dpkg", "--print-architecture"]).strip())
     if options.files:
         coming = {run(["dpkg-deb", "--field", path, "Package"]).strip() for path in options.files}
         print(json.dumps([name + "-" for name in packages if name.partition(":")[0] not in coming]))
