@@ -19,7 +19,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -379,11 +379,15 @@ class Lab:
     def _refresh(self) -> dict[str, RunningHost]:
         """Writes ``known_hosts`` and ``ssh_config`` for the hosts that run now, and returns these.
 
-        They are made from what Docker says each time: an address passes from host to host.
+        They are made from what Docker says each time: an address passes from host to host. A host that is restarting keeps its
+        line in ``known_hosts``: whoever waits for it has to know it again.
         """
         with exclusive(self._lock("ssh_config")):
-            hosts = {host.name: host for host in map(self._running_host, self._containers()) if host is not None}
+            containers = self._containers()
+            hosts = {host.name: host for host in map(self._running_host, containers) if host is not None}
             known = [f"{host.name},{host.address} {host.host_key}\n" for _, host in sorted(hosts.items())]
+            away = {container.labels[LABEL] for container in containers} - set(hosts)
+            known += _lines_of(self.folder / "known_hosts", away, taken={host.address for host in hosts.values()})
             _write(self.folder / "known_hosts", "".join(known), mode=0o644)
             _write(self.folder / "ssh_config", ssh_config(list(hosts.values())), mode=0o644)
         return hosts
@@ -400,6 +404,16 @@ class Lab:
         if code != 0:
             return None
         return RunningHost(container.labels[LABEL], address, " ".join(output.split()[:2]), self.folder, container)
+
+
+def _lines_of(known_hosts: Path, names: Collection[str], *, taken: Collection[str]) -> list[str]:
+    """The lines of hosts by name whose address no other has now."""
+    try:
+        lines = known_hosts.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    split = [(line.partition(" ")[0].partition(","), line) for line in lines]
+    return [line for (name, _, address), line in split if name in names and address not in taken]
 
 
 # --- how a container is made ------------------------------------------------------------------------------------------
