@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import tarfile
 import xml.etree.ElementTree as ElementTree
@@ -473,6 +474,12 @@ def test_a_process_may_play_that_it_holds_memory(make_host: MakeHost) -> None:
     process(7, "FAKE_CUDA_MEMORY_MIB=13000", f"CUDA_VISIBLE_DEVICES={second}")
     process(8, "FAKE_CUDA_MEMORY_MIB=200", "CUDA_VISIBLE_DEVICES=0,1")
     process(9, "FAKE_CUDA_MEMORY_MIB=", "HOME=/")
+    # What looks at the cards for a server that is about to start: the one that asks, and its parent with an odd name.
+    asking = os.getpid()
+    process(asking, "FAKE_CUDA_MEMORY_MIB=13000")
+    (host.machine.root / f"proc/{asking}/stat").write_text(f"{asking} (nvidia-smi) S 6 1 1 0")
+    process(6, "FAKE_CUDA_MEMORY_MIB=13000")
+    (host.machine.root / "proc/6/stat").write_text("6 (a ) b) S 1 1 1 0")
     shown = host.out("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits")
     assert shown.splitlines() == [
         f"{first}, 8, /opt/engine, 200",

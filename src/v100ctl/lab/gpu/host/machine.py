@@ -76,9 +76,11 @@ class Machine:
 
     def holders(self, card: dict[str, Any]) -> list[dict[str, Any]]:
         """Processes that play holding memory of a card: by their own environment, :data:`HELD_VARIABLE`, on the cards that
-        ``CUDA_VISIBLE_DEVICES`` names (all of them without it).
+        ``CUDA_VISIBLE_DEVICES`` names (all of them without it). Who asks is none of them: what looks at the cards before a server
+        is started has the server's environment.
         """
         found = []
+        asking = self._ancestors(os.getpid())
         for folder in sorted((self.root / "proc").glob("[0-9]*"), key=lambda item: int(item.name)):
             try:
                 words = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
@@ -86,12 +88,25 @@ class Machine:
                 held = environment.get(HELD_VARIABLE, "")
                 visible = environment.get("CUDA_VISIBLE_DEVICES")
                 mine = visible is None or {card["uuid"], str(card["minor"])} & set(visible.split(","))
-                if held.isdigit() and mine:
+                if held.isdigit() and mine and int(folder.name) not in asking:
                     name = os.readlink(folder / "exe")
                     found.append({"pid": int(folder.name), "name": name, "memory_mib": int(held)})
             except OSError:
                 # It has ended, or belongs to somebody else.
                 continue
+        return found
+
+    def _ancestors(self, pid: int) -> set[int]:
+        """A process, its parent, that one's parent, and so on."""
+        found: set[int] = set()
+        while pid > 0 and pid not in found:
+            found.add(pid)
+            try:
+                # The name of the program stands in brackets and may hold anything.
+                status = (self.root / f"proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+                pid = int(status.rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                break
         return found
 
     @contextmanager
