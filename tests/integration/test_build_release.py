@@ -222,7 +222,8 @@ class TestFailures:
             assert "the disk became full" in status["message"]
             subprocess.run(["mount", "-o", "remount,size=200m", small], check=True)
             build.start()
-            assert build.await_end()["state"] == "done"
+            status = build.await_end()
+            assert status["state"] == "done", status
         finally:
             subprocess.run(["umount", "--lazy", small], check=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
 import subprocess
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -324,3 +326,23 @@ def test_needs_nothing_but_the_standard_library(tmp_path: Path) -> None:
     argv = ["python3", "-I", "-S", "-B", SCRIPT, "verify", "--release", tmp_path / "none"]
     done = subprocess.run(argv, capture_output=True, check=False)
     assert json.loads(done.stdout) == {"sound": False, "problem": "it does not exist"}
+
+
+# --- who builds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_builder_that_builds_is_attached_to_and_one_that_has_ended_is_waited_for(tmp_path: Path) -> None:
+    work = script.Work(tmp_path)
+    held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    work.note_builder(os.getpid())
+    work.write_status("running", phase="compile")
+    assert work.try_lock() is None
+    # Its last word is written before it ends; whoever starts anew in between must not take that word for the new build's.
+    work.write_status("failed", phase="compile")
+    ending = threading.Timer(0.2, os.close, (held,))
+    ending.start()
+    taken = work.try_lock()
+    ending.join()
+    assert taken is not None
+    os.close(taken)

@@ -622,10 +622,12 @@ class Work:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
             except BlockingIOError:
-                if self.builder_pid() is not None or time.monotonic() > deadline_s:
+                # One that has said its last word is about to end, and is nothing to attach to.
+                spoken = (_read_json(self.path / "status.json") or {}).get("state") in ("done", "failed")
+                if (self.builder_pid() is not None and not spoken) or time.monotonic() > deadline_s:
                     os.close(descriptor)
                     return None
-                for pid in self._orphans():
+                for pid in () if self.builder_pid() is not None else self._orphans():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
