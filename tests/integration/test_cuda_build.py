@@ -83,7 +83,7 @@ def builder(decided: HostPlan) -> Iterator[Container]:
 
 def build(container: Container, spec: Mapping[str, Any], archive: Path, environment: Mapping[str, str] | None = None) -> Any:
     """Builds in the container with the role's script; the last status."""
-    work = f"/work/{spec['build_id']}"
+    work = f"/srv/build/{spec['build_id']}"
     execute(container, ["mkdir", "-p", work])
     put_file(container, f"{work}/build_release.py", SCRIPT.read_bytes(), mode=0o755)
     put_file(container, f"{work}/asked.json", json.dumps(spec).encode(), mode=0o644)
@@ -123,7 +123,7 @@ def test_another_cuda_cannot_leak_in(builder: Container, decided: HostPlan, toy_
     status = build(builder, toy(decided), toy_archive, STRAY)
     assert status["state"] == "done", status
     assert execute(builder, ["ls", "/stray"])[1].split() == ["bin", "include", "lib"], "nothing of it was started"
-    _, text = execute(builder, ["cat", "/work/b4711-cuda-0123456789ab/stage/release.json"])
+    _, text = execute(builder, ["cat", "/srv/build/b4711-cuda-0123456789ab/stage/release.json"])
     document = json.loads(text)
     assert document["cuda"]["version"] == "11.8.89"
     assert document["cuda"]["machine_code"] == document["cuda"]["ptx"] == {"sm_70": 1}
