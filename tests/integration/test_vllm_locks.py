@@ -140,7 +140,7 @@ def test_a_lock_installs_imports_and_reads_the_profile(
     assert document["version"] == version
     assert "sm_70" in document["cuda_architectures"]
     assert len(document["licences"]) > 100
-    assert on_host(host, f"{release}/bin/vllm --version").strip().endswith(version)
+    assert "serve" in on_host(host, f"{release}/bin/vllm --help")
 
     # The report's line, argument for argument: what the profile says in its place is taken.
     parse = f"{release}/bin/python -B {release}/read_arguments.py --model /srv/models/m"
