@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from v100ctl.compare import compare
-from v100ctl.fleet import ModelSpec
+from v100ctl.fleet import InstanceSpec, ModelSpec
 from v100ctl.plan import HostPlan
-from v100ctl.plan.models import model_path
+from v100ctl.plan.models import model_path, model_specs
 
 from .factory import make_config, make_facts, make_plan
 
@@ -236,3 +236,10 @@ def test_a_wrong_file_of_several_is_what_the_finding_says() -> None:
     assert finding.id == "model.wrong:/srv/m"
     assert finding.actual == f"2 of 3 files, the first: sha256 {'12' * 32}"
     assert finding.expected == "3 files, verified"
+
+
+def test_an_instance_may_read_two_models() -> None:
+    own: dict[str, Any] = {"model": {"path": "/m.gguf", "sha256": "ab" * 32}}
+    draft = {"speculative": {"kind": "draft", "model": {"path": "/d.gguf", "sha256": "ab" * 32}}}
+    assert [model.path for model in model_specs(InstanceSpec.model_validate({**own, "settings": draft}))] == ["/m.gguf", "/d.gguf"]
+    assert [model.path for model in model_specs(InstanceSpec.model_validate(own))] == ["/m.gguf"]

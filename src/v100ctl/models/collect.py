@@ -17,7 +17,7 @@ from pathlib import Path
 from v100ctl.access import Access
 from v100ctl.artifacts.cache import Cache
 from v100ctl.errors import V100ctlError
-from v100ctl.fleet import InstanceSpec, ModelSpec
+from v100ctl.fleet import ModelSpec
 from v100ctl.models.host import read_from_host
 from v100ctl.models.http import read_url
 from v100ctl.models.local import read_local, to_header
@@ -67,12 +67,6 @@ class HeaderRequest:
 
 #: A header, or why there is none.
 Outcome = ModelHeader | V100ctlError
-
-
-def instance_models(spec: InstanceSpec) -> tuple[ModelSpec, ...]:
-    """The models with a :class:`ModelSpec` of their own that an instance loads: its own, and the draft model."""
-    draft = spec.settings.speculative.model if spec.settings.speculative is not None else None
-    return (spec.model,) if draft is None else (spec.model, draft)
 
 
 def collect_headers(

@@ -14,9 +14,9 @@ from tests.unit.models import making
 from v100ctl.access import Access
 from v100ctl.artifacts.cache import Cache
 from v100ctl.errors import UnreachableError, V100ctlError
-from v100ctl.fleet import InstanceSpec, ModelSpec
+from v100ctl.fleet import ModelSpec
 from v100ctl.models import collect
-from v100ctl.models.collect import HeaderCache, HeaderRequest, ModelHeaderUnknown, collect_headers, instance_models
+from v100ctl.models.collect import HeaderCache, HeaderRequest, ModelHeaderUnknown, collect_headers
 from v100ctl.models.local import read_local
 from v100ctl.models.source import ModelHeaderError, ModelMissingError
 from v100ctl.models.types import ModelHeader
@@ -208,10 +208,3 @@ def test_what_hangs_is_given_up_and_delays_no_other(world: World, monkeypatch: p
     released.set()
     assert good == world.header
     assert isinstance(stuck, ModelHeaderError) and "was not read within 1 s" in stuck.message
-
-
-def test_an_instance_may_load_two_models(world: World) -> None:
-    draft = {"kind": "draft", "model": {"path": "/d.gguf", "sha256": SHA256}}
-    spec = InstanceSpec.model_validate({"model": {"path": "/m.gguf", "sha256": SHA256}, "settings": {"speculative": draft}})
-    assert [model.path for model in instance_models(spec)] == ["/m.gguf", "/d.gguf"]
-    assert len(instance_models(InstanceSpec.model_validate({"model": {"path": "/m.gguf", "sha256": SHA256}}))) == 1
