@@ -164,7 +164,7 @@ def log_problems(unit: str, proof: dict[str, Any], properties: dict[str, str]) -
     problems = [f"it has logged `{line.strip()}`" for line in bad[:5]]
     problems += [f"since its start it has logged nothing like `{pattern}`" for pattern in missing]
     if problems:
-        problems.append(f"so the cards do not do all of the work: `journalctl -u {unit}` on the host names what did not fit")
+        problems.append(f"so it does not compute as planned: `journalctl -u {unit}` on the host says more")
     return "seen", problems
 
 
