@@ -102,6 +102,27 @@ def test_one_that_is_wanted_no_more_goes() -> None:
     assert make_plan(facts=foreign).gateway is None
 
 
+@pytest.mark.parametrize(
+    ("listener", "taken"),
+    [
+        ({"address": "10.1.2.3", "unit": "nginx.service"}, True),
+        ({"address": "0.0.0.0", "unit": ""}, True),
+        ({"address": "10.9.9.9", "unit": "nginx.service"}, False),
+        ({"address": "10.1.2.3", "unit": gateway.UNIT}, False),
+        # Engines that still listen themselves: this one, and one that the inventory has dropped.
+        ({"address": "10.1.2.3", "unit": "v100-chat.service"}, False),
+        ({"address": "10.1.2.3", "unit": "v100-old.service"}, False),
+    ],
+)
+def test_who_may_hold_the_public_port(listener: dict[str, Any], taken: bool) -> None:
+    facts = make_facts(
+        listeners=[{"port": 8000, "pid": 7, "command": "x", **listener}],
+        host_json={"document": {"instances": {"old": {}}}},
+    )
+    decided = make_plan(facts=facts, config=make_config({"listen": "10.1.2.3"}, **WANTED))
+    assert ("port-taken" in {rule.id for rule in decided.rules}) is taken
+
+
 # --- what differs -------------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +281,7 @@ def test_status_and_save(control: Any, haproxy: Haproxy, tmp_path: Path, capsys:
     assert control.main(["status"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "digest": "0123456789abcdef",
-        "servers": {"chat": {"engine": "127.0.0.1:18000", "running": 2, "status": "UP", "waiting": 1}},
+        "servers": {"chat": {"engine": "127.0.0.1:18000", "running": 2, "status": "UP"}},
     }
     assert control.main(["save"]) == 0
     assert (tmp_path / "servers").read_text() == "1\n# be_id be_name\n"

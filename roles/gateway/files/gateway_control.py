@@ -11,7 +11,7 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
 ``save``
     Writes the servers' state for the process that takes over; part of a reload.
 ``status``
-    ``{"digest", "servers": {INSTANCE: {"status", "running", "waiting"}}}``: which file is loaded, and how each server is seen.
+    ``{"digest", "servers": {INSTANCE: {"status", "running", "engine"}}}``: which file is loaded, and how each server is seen.
 
 A gateway that does not run is exit status 4, an instance that it does not know is 5.
 """
@@ -83,24 +83,15 @@ def loaded_digest(info: str) -> str:
 def server_states(statistics: str) -> dict[str, JsonObject]:
     """Each instance's server from the answer to ``show stat``."""
     found: dict[str, JsonObject] = {}
-    rows = csv.DictReader(io.StringIO(statistics.lstrip("# ")))
-    held: dict[str, int] = {}
-    for row in rows:
-        name, kind = row.get("pxname") or "", row.get("svname") or ""
-        if kind == "FRONTEND":
-            held[name] = int(row.get("scur") or 0)
-        elif name.startswith("engine-") and kind == "engine":
-            instance = name[len("engine-") :]
+    for row in csv.DictReader(io.StringIO(statistics.lstrip("# "))):
+        name = row.get("pxname") or ""
+        if name.startswith("engine-") and row.get("svname") == "engine":
             running = int(row.get("scur") or 0)
-            found[instance] = {
+            found[name[len("engine-") :]] = {
                 "status": row.get("status") or "",
                 "running": running,
-                "waiting": 0,
                 "engine": row.get("addr") or "",
             }
-    for instance, server in found.items():
-        # Idle connections of clients are among them: an upper bound.
-        server["waiting"] = max(0, held.get(instance, 0) - server["running"])
     return found
 
 

@@ -250,8 +250,12 @@ def settings_table(state: Examined) -> Table:
     for release in state.plan.releases:
         table.add_row("engine", _engine_label(release))
         table.add_row("release", Text(release.path))
+    gateway = state.plan.gateway
+    fronts = {front.instance: front.bind for front in gateway.fronts} if gateway is not None else {}
     for instance in state.plan.instances:
-        table.add_row("instance", f"{instance.name}: {instance.unit}, {instance.listen}:{instance.port}")
+        engine = f"{instance.listen}:{instance.port}"
+        where = f"{fronts[instance.name]}, behind it {engine}" if instance.name in fronts else engine
+        table.add_row("instance", f"{instance.name}: {instance.unit}, {where}")
         table.add_row("model", Text(instance.model_path))
         table.add_row("context", _asked(instance).removeprefix("context "))
         table.add_row("command", Text(shlex.join(instance.argv)))

@@ -152,7 +152,7 @@ def plan(
         *planner.host_verdicts,
         *fleet_of_one_rules(config),
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
-        *gateway.gateway_rules(config, facts, planner.public),
+        *gateway.gateway_rules(config, facts, planner.public, going),
         *planner.instance_verdicts,
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(planner.releases, facts, builds_here=planner.builds_here),

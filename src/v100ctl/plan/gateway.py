@@ -6,14 +6,17 @@ With it a restart costs no request: those that run end first, and new ones wait.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.paths import content_dir
 from v100ctl.plan.render import MANAGED_HEADER, render
+from v100ctl.plan.rules.instance import port_rules
 from v100ctl.plan.types import GatewayDecision, GatewayFront, Instance, ManagedFile, Rule
+from v100ctl.plan.units import unit_name
 
 ROLE = "gateway"
 PACKAGE = "haproxy"
@@ -67,7 +70,7 @@ def decide_gateway(
             instance=name,
             bind=_address(public[name].listen, public[name].port),
             engine=_address(instance.listen, instance.port),
-            health_path="/" + instance.health_url.split("/", 3)[3],
+            health_path=urlsplit(instance.health_url).path,
         )
         for name, instance in sorted(instances.items())
     )
@@ -103,11 +106,13 @@ def _address(listen: str, port: int) -> str:
     return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
 
 
-def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec]) -> Iterator[Rule]:
-    """Rules about the ports of a host with a gateway."""
+def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec], going: Collection[str]) -> Iterator[Rule]:
+    """Rules about the ports of a host with a gateway. ``going``: units that are stopped before it starts."""
     if config.gateway_placement != "host":
         return
     ports = {spec.port: name for name, spec in public.items()}
+    # Every engine of ours has left its public port before the gateway takes it.
+    ours = {UNIT, *(unit_name(name) for name in public), *going}
     for name, spec in sorted(public.items()):
         inner = engine_port(spec.port)
         if inner in ports:
@@ -119,14 +124,4 @@ def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, Instanc
                 f"another `port` for {ports[inner]}",
                 instance=name,
             )
-        for listener in facts.listeners:
-            if listener.port == spec.port and listener.unit not in (UNIT, f"v100-{name}.service"):
-                owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
-                yield Rule(
-                    "port-taken",
-                    "refuse",
-                    f"port {spec.port} on {listener.address} is taken by {owner}",
-                    "stop it, or another `port`",
-                    instance=name,
-                )
-                break
+        yield from port_rules(name, spec, facts, ours)

@@ -163,13 +163,11 @@ def kv_kernel_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, *, all_ty
         )
 
 
-def placement_rules(
-    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str], on_cards: bool
-) -> Iterator[Rule]:
-    """Rules about one instance on this host: its port and its model. ``going``: units that are stopped before it starts."""
+def port_rules(name: str, spec: InstanceSpec, facts: Facts, ours: Collection[str]) -> Iterator[Rule]:
+    """Whether somebody else listens where ``spec`` wants to. ``ours``: units that may, or that are stopped before."""
     for listener in facts.listeners:
         same_address = listener.address in (spec.listen, "0.0.0.0", "::", "*") or spec.listen in ("0.0.0.0", "::")  # noqa: S104 - compared
-        if listener.port == spec.port and same_address and listener.unit not in (unit, *going):
+        if listener.port == spec.port and same_address and listener.unit not in ours:
             owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
             taken = {item.port for item in facts.listeners}
             free = next((port for port in range(spec.port + 1, 65536) if port not in taken), None)
@@ -181,6 +179,13 @@ def placement_rules(
                 instance=name,
             )
             break
+
+
+def placement_rules(
+    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str], on_cards: bool
+) -> Iterator[Rule]:
+    """Rules about one instance on this host: its port and its model. ``going``: units that are stopped before it starts."""
+    yield from port_rules(name, spec, facts, {unit, *going})
     if model.source["kind"] == "host":
         missing = [file.path for file in model.files if (found := facts.models.get(file.path)) is not None and not found.exists]
         if missing:
