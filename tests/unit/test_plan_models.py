@@ -241,5 +241,8 @@ def test_a_wrong_file_of_several_is_what_the_finding_says() -> None:
 def test_an_instance_may_read_two_models() -> None:
     own: dict[str, Any] = {"model": {"path": "/m.gguf", "sha256": "ab" * 32}}
     draft = {"speculative": {"kind": "draft", "model": {"path": "/d.gguf", "sha256": "ab" * 32}}}
-    assert [model.path for model in model_specs(InstanceSpec.model_validate({**own, "settings": draft}))] == ["/m.gguf", "/d.gguf"]
+    assert [model.path for model in model_specs(InstanceSpec.model_validate({**own, "settings": draft}))] == [
+        "/m.gguf",
+        "/d.gguf",
+    ]
     assert [model.path for model in model_specs(InstanceSpec.model_validate(own))] == ["/m.gguf"]
