@@ -11,8 +11,11 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import xml.etree.ElementTree as ElementTree
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +29,10 @@ from v100ctl.paths import checkout_dir
 _PYTEST_NO_TESTS = 5
 #: How long a test program may clean up after Ctrl-C before it is killed.
 _INTERRUPT_GRACE_S = 90.0
+#: How much of what failed is said again before the summary: where a log is cut, its end is kept.
+_LAST_LINES = 12
+_LAST_FAILURES = 12
+_LAST_LINE_CHARACTERS = 300
 #: Folders of the checkout that hold nothing of this project's own.
 _FOREIGN = frozenset({".ansible", ".cache", ".git", ".venv", "build", "dist"})
 
@@ -38,11 +45,13 @@ class Step:
         name: What it is called in headings and on the command line.
         argv: The program, found in the virtual environment first.
         is_pytest: Takes pytest's arguments, and says by exit code 5 that it found no test.
+        report: Where it leaves its results as JUnit's XML.
     """
 
     name: str
     argv: tuple[str, ...]
     is_pytest: bool = False
+    report: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,13 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of one part; ``status`` is ``passed``, ``failed`` or ``no tests``."""
+    """What became of one part: ``passed``, ``failed`` or ``no tests``, and the last lines of what failed."""
 
     name: str
     status: str
     seconds: float
     failed_steps: list[str] = field(default_factory=list)
+    last_words: list[str] = field(default_factory=list)
 
 
 def run_tests(
@@ -118,16 +128,17 @@ def run_tests(
         pytest_arguments += ["-m", "not slow"]
     if keep:
         pytest_arguments.append("--lab-keep")
-    selected = [_with_arguments(part, pytest_arguments, keep=keep, jobs=jobs) for part in selected]
     outcomes: list[Outcome] = []
-    for part in selected:
-        if not part.shares or jobs == 1:
-            outcomes.append(_run_part(part, root, may_be_empty=bool(extra)))
-    together = [part for part in selected if part.shares and jobs > 1]
-    if len(together) == 1:
-        outcomes.append(_run_part(together[0], root, may_be_empty=bool(extra)))
-    elif together:
-        outcomes += _run_together(together, root, jobs)
+    with tempfile.TemporaryDirectory(prefix="v100ctl-test-") as reports:
+        selected = [_with_arguments(part, pytest_arguments, keep=keep, jobs=jobs, reports=Path(reports)) for part in selected]
+        for part in selected:
+            if not part.shares or jobs == 1:
+                outcomes.append(_run_part(part, root, may_be_empty=bool(extra)))
+        together = [part for part in selected if part.shares and jobs > 1]
+        if len(together) == 1:
+            outcomes.append(_run_part(together[0], root, may_be_empty=bool(extra)))
+        elif together:
+            outcomes += _run_together(together, root, jobs)
     return _summarise(outcomes)
 
 
@@ -225,18 +236,24 @@ def _pytest_step(name: str, *paths: str) -> Step:
     return Step(name, ("pytest", *paths), is_pytest=True)
 
 
-def _with_arguments(part: Part, pytest_arguments: Sequence[str], *, keep: bool, jobs: int = 1) -> Part:
+def _with_arguments(
+    part: Part, pytest_arguments: Sequence[str], *, keep: bool, jobs: int = 1, reports: Path | None = None
+) -> Part:
     steps = []
-    for step in part.steps:
+    for number, step in enumerate(part.steps):
         added: tuple[str, ...] = ()
+        report = None
         if step.is_pytest:
             added = tuple(pytest_arguments)
+            if reports is not None:
+                report = reports / f"{part.name.replace('/', '.')}-{number}.xml"
+                added = (*added, f"--junit-xml={report}")
             if part.name == "unit" and jobs > 1:
                 # Tests with hosts share them, and so stay in one process.
                 added = ("-n", str(jobs), "--dist", "worksteal", *added)
         elif keep and step.argv[0] == "molecule":
             added = ("--destroy=never",)
-        steps.append(replace(step, argv=step.argv + added))
+        steps.append(replace(step, argv=step.argv + added, report=report))
     return replace(part, steps=tuple(steps))
 
 
@@ -320,7 +337,10 @@ def _run_part(part: Part, root: Path, *, may_be_empty: bool) -> Outcome:
         outcome.status = "failed"
         outcome.failed_steps.append("Docker Engine")
     else:
-        returncodes = {step: _run_step(step, root, heading=len(part.steps) > 1) for step in part.steps}
+        returncodes = {}
+        for step in part.steps:
+            returncodes[step], words = _run_step(step, root, heading=len(part.steps) > 1)
+            outcome.last_words += words
         empty = [step for step, code in returncodes.items() if step.is_pytest and code == _PYTEST_NO_TESTS]
         outcome.failed_steps = [step.name for step, code in returncodes.items() if code != 0 and step not in empty]
         if empty and not may_be_empty:
@@ -357,10 +377,12 @@ def _run_together(parts: Sequence[Part], root: Path, jobs: int) -> list[Outcome]
             return Outcome(part.name, "failed", 0.0, ["not started"])
         began = time.monotonic()
         label = part.name.rpartition("/")[2]
-        returncode = _run_marked(step.argv, root, environment, label, guard, running)
+        lines: deque[str] = deque(maxlen=2000)
+        returncode = _run_marked(step.argv, root, environment, f"{label} | ", guard, running, lines)
         outcome = Outcome(part.name, "failed" if returncode else "passed", time.monotonic() - began)
         if returncode:
             outcome.failed_steps.append(step.name)
+            outcome.last_words = _last_words(lines)
         with guard:
             print(f"    {step.name} {outcome.status} in {outcome.seconds:.1f} s", flush=True)
         return outcome
@@ -382,8 +404,9 @@ def _run_marked(
     label: str,
     guard: threading.Lock,
     running: set[subprocess.Popen[str]],
+    lines: deque[str],
 ) -> int:
-    """Runs ``argv`` with its lines marked with ``label``; the exit code as of :func:`run_program`."""
+    """Runs ``argv`` with its lines marked with ``label`` and kept in ``lines``; the exit code as of :func:`run_program`."""
     try:
         process = subprocess.Popen(
             argv,
@@ -402,8 +425,9 @@ def _run_marked(
         running.add(process)
     with process:
         for line in process.stdout or ():
+            lines.append(line.rstrip())
             with guard:
-                print(f"{label} | {line}", end="" if line.endswith("\n") else "\n", flush=True)
+                print(f"{label}{line}", end="" if line.endswith("\n") else "\n", flush=True)
     with guard:
         running.discard(process)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -428,7 +452,36 @@ def _ready_docker() -> None:
     ensure_docker(make_reporter(), install=True).close()
 
 
-def _run_step(step: Step, root: Path, *, heading: bool) -> int:
+def _last_words(lines: Sequence[str]) -> list[str]:
+    """Of a program's output what a reader wants first: the lines that Ansible calls errors, else the last ones."""
+    errors = [line for line in lines if line.startswith(("fatal:", "[ERROR]", "ERROR", "CRITICAL", "E  ", "FAILED"))]
+    return [_short(line) for line in (errors or [line for line in lines if line.strip()])[-_LAST_LINES:]]
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= _LAST_LINE_CHARACTERS else f"{line[:_LAST_LINE_CHARACTERS]}..."
+
+
+def failed_tests(report: Path) -> list[str]:
+    """The tests that failed, of a report in JUnit's XML, each with the last lines of its traceback. Empty without a report."""
+    try:
+        # Not untrusted: the file is that of a pytest which this process has just run.
+        cases = list(ElementTree.parse(report).iter("testcase"))  # noqa: S314
+    except (OSError, ElementTree.ParseError):
+        return []
+    said = []
+    broken = [(case, result) for case in cases for result in case if result.tag in ("failure", "error")]
+    for case, result in broken[:_LAST_FAILURES]:
+        said.append(f"{case.get('classname')}::{case.get('name')}")
+        lines = [line for line in (result.text or result.get("message") or "").splitlines() if line.strip()]
+        reasons = [line for line in lines if line.startswith("E  ")] or lines
+        said += [f"    {_short(line)}" for line in reasons[:_LAST_LINES]]
+    if len(broken) > _LAST_FAILURES:
+        said.append(f"and {len(broken) - _LAST_FAILURES} more")
+    return said
+
+
+def _run_step(step: Step, root: Path, *, heading: bool) -> tuple[int, list[str]]:
     if heading:
         print(f"--- {step.name}", flush=True)
     started = time.monotonic()
@@ -436,11 +489,19 @@ def _run_step(step: Step, root: Path, *, heading: bool) -> int:
     if not step.is_pytest and not sys.stdout.isatty():
         # Some lints colour and link their lines wherever these go.
         environment.setdefault("NO_COLOR", "1")
-    returncode = run_program(step.argv, root, environment)
+    words: list[str] = []
+    if step.is_pytest or sys.stdout.isatty():
+        returncode = run_program(step.argv, root, environment)
+    else:
+        lines: deque[str] = deque(maxlen=2000)
+        returncode = _run_marked(step.argv, root, environment, "", threading.Lock(), set(), lines)
+        words = _last_words(lines) if returncode else []
+    if step.report is not None:
+        words = failed_tests(step.report)
     if heading:
         verdict = "passed" if returncode == 0 else f"failed with exit code {returncode}"
         print(f"    {step.name} {verdict} in {time.monotonic() - started:.1f} s", flush=True)
-    return returncode
+    return returncode, words
 
 
 def _environment(base: Mapping[str, str], prefix: Path) -> dict[str, str]:
@@ -484,8 +545,13 @@ def run_program(
 
 
 def _summarise(outcomes: Sequence[Outcome]) -> int:
-    """Prints a line for each part and the closing counts; returns the exit code."""
+    """Prints again what failed, a line for each part and the closing counts; returns the exit code."""
     width = max(len(outcome.name) for outcome in outcomes)
+    if any(outcome.last_words for outcome in outcomes):
+        print("\n=== what failed ===")
+        for outcome in outcomes:
+            if outcome.last_words:
+                print("\n".join([f"--- {outcome.name}", *outcome.last_words]))
     print("\n=== summary ===")
     for outcome in outcomes:
         failed = f"  ({', '.join(outcome.failed_steps)})" if outcome.failed_steps else ""

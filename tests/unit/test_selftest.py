@@ -180,6 +180,52 @@ def test_failure_stops_neither_the_part_nor_the_rest(run: Run) -> None:
     assert summary.endswith("(one)")
 
 
+REPORT = """<testsuites><testsuite><testcase classname="tests.a" name="test_x">
+<failure message="m">def test_x():
+&gt;       assert 1 == 2
+E       assert 1 == 2
+
+tests/a.py:3: AssertionError</failure></testcase><testcase classname="tests.a" name="test_y"/></testsuite></testsuites>"""
+
+
+def test_what_failed_is_said_again_at_the_end(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "report").write_text(REPORT)
+    test = shell("t", f'for last; do :; done; cp {tmp_path}/report "${{last#--junit-xml=}}"; exit 1', is_pytest=True)
+    lint = shell("l", "echo fine; echo 'a.py:1: too long'; exit 1")
+    code, lines, _ = run([Part("unit", "first", (test,)), Part("lint", "second", (lint, shell("m", "echo quiet")))])
+    assert code == 1
+    again = lines[lines.index("=== what failed ===") : lines.index("=== summary ===")]
+    assert again[1:] == [
+        "--- unit",
+        "tests.a::test_x",
+        "    E       assert 1 == 2",
+        "--- lint",
+        "fine",
+        "a.py:1: too long",
+        "",
+    ]
+
+
+def test_nothing_is_said_again_when_all_passed(run: Run) -> None:
+    assert "=== what failed ===" not in run([Part("a", "first", (shell("a", "echo E  out"),))])[1]
+
+
+def test_of_ansibles_output_its_errors_are_said_again(run: Run) -> None:
+    lines_of_play = "TASK [x]\nfatal: [h]: FAILED! =&gt; y\nPLAY RECAP".replace("&gt;", ">")
+    parts = [Part(f"molecule/{name}", name, (shell(name, f"printf '{lines_of_play}\n'; exit 2"),), shares=True) for name in "ab"]
+    code, lines, _ = run(parts, jobs=2)
+    assert code == 1
+    again = lines[lines.index("=== what failed ===") : lines.index("=== summary ===")]
+    assert again.count("fatal: [h]: FAILED! => y") == 2
+    assert "PLAY RECAP" not in again
+
+
+def test_report_that_is_cut_short_says_nothing(tmp_path: Path) -> None:
+    (tmp_path / "report").write_text(REPORT[:100])
+    assert selftest.failed_tests(tmp_path / "report") == []
+    assert selftest.failed_tests(tmp_path / "none") == []
+
+
 def test_program_that_is_not_there_fails(run: Run) -> None:
     code, lines, stderr = run([Part("a", "first", (Step("a", ("no-such-program",)),))])
     assert (code, lines[-1]) == (1, "0 passed, 1 failed")
@@ -187,13 +233,13 @@ def test_program_that_is_not_there_fails(run: Run) -> None:
 
 
 def test_slow_tests_are_asked_for(run: Run) -> None:
-    part = Part("a", "first", (shell("a", 'echo "$0 $*"', is_pytest=True),))
+    part = Part("a", "first", (shell("a", 'echo "$0 ${*% --junit-xml=*}"', is_pytest=True),))
     assert f"{DURATIONS} -m not slow" in run([part])[1]
     assert DURATIONS in run([part], slow=True)[1]
 
 
 def test_hosts_are_kept_by_pytest_and_molecule(run: Run, tmp_path: Path) -> None:
-    tests = Part("a", "first", (shell("a", 'echo "$0 $*"', is_pytest=True),))
+    tests = Part("a", "first", (shell("a", 'echo "$0 ${*% --junit-xml=*}"', is_pytest=True),))
     assert f"{DURATIONS} -m not slow --lab-keep" in run([tests], keep=True)[1]
     scenario = Part("b", "second", (Step("b", ("molecule", "test")),))
     (step,) = selftest._with_arguments(scenario, [], keep=True).steps
@@ -201,7 +247,7 @@ def test_hosts_are_kept_by_pytest_and_molecule(run: Run, tmp_path: Path) -> None
 
 
 def test_expression_runs_only_tests_and_may_match_in_one_part_alone(run: Run) -> None:
-    matching = Part("a", "first", (shell("a", 'echo "$0 $*"', is_pytest=True),))
+    matching = Part("a", "first", (shell("a", 'echo "$0 ${*% --junit-xml=*}"', is_pytest=True),))
     empty = Part("b", "second", (shell("b", "exit 5", is_pytest=True),))
     lint = Part("lint", "lints", (shell("c", "echo linted"),))
     code, lines, _ = run([matching, empty, lint], extra=["-k", "x y"])
