@@ -8,10 +8,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts
+from v100ctl.findings import PROVISION as _PROVISION
+from v100ctl.findings import Applied, Finding, FindingSeverity, Kind, Layer
 from v100ctl.plan import DIGEST_VARIABLE, gateway
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.llama_cpp import ENGINES_DIR
@@ -20,33 +22,9 @@ from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
 from v100ctl.plan.units import attainable_nofile, told
+from v100ctl.surroundings import around
 
-Kind = Literal["drifted", "pending", "external"]
-Layer = Literal["package", "driver", "file", "unit", "process", "hardware", "service"]
-FindingSeverity = Literal["info", "warn", "error", "critical"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One difference.
-
-    ``kind``: *drifted* when the host no longer is what was applied, *pending* when the plan has moved on since, *external* when
-    it is not ours but harmful. ``fix`` says what mends it. ``restarts`` names the instances that mending it restarts.
-    """
-
-    id: str
-    kind: Kind
-    layer: Layer
-    role: str
-    expected: str
-    actual: str
-    severity: FindingSeverity
-    fix: str
-    instance: str | None = None
-    restarts: tuple[str, ...] = ()
-
-
-_PROVISION = "`v100ctl provision`"
+__all__ = ["Finding", "FindingSeverity", "Kind", "Layer", "compare", "model_file_problem", "restarts"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +85,7 @@ def _ailing(rule: Rule, ailment: _Ailment, host: str, severity: FindingSeverity)
 
 def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
     """Every difference between what is planned and what the probe found, in the order in which roles would mend them."""
-    applied = facts.host_json.document or {}
+    applied = Applied.read(facts.host_json.document, facts.host_json.problem)
     return (
         *_ailments(plan),
         *_driver(plan, facts, applied),
@@ -120,27 +98,18 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_directories(plan, facts, applied),
         *_files(plan, facts, applied),
         *_units(plan, facts, applied),
-        *_processes(plan, facts),
+        *_processes(plan, facts, applied),
         *_services(plan, facts),
         *_gateway(plan, facts, applied),
+        *around(plan, facts),
     )
 
 
-def _named(applied: Mapping[str, Any], key: str, field: str) -> set[str]:
-    """The ``field`` of each entry of a list in ``host.json``; a damaged document counts as holding nothing."""
-    entries = applied.get(key, [])
-    if not isinstance(entries, list):
-        return set()
-    return {str(entry[field]) for entry in entries if isinstance(entry, Mapping) and field in entry}
-
-
-def _driver(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+def _driver(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     driver = plan.driver
     if driver is None:
         return
-    record = applied.get("driver")
-    known = record if isinstance(record, Mapping) else {}
-    kind: Kind = "drifted" if known.get("branch") == driver.branch else "pending"
+    kind: Kind = applied.kind(applied.mapping("driver").get("branch") == driver.branch)
     users = tuple(item.name for item in plan.instances if item.gpus)
 
     def finding(what: str, expected: str, actual: str, restarted: tuple[str, ...] = ()) -> Finding:
@@ -204,13 +173,15 @@ def _cuda(plan: HostPlan) -> Iterator[Finding]:
         )
 
 
-def _tuning(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+def _tuning(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     """What cards, processors and the units that set them differ in. What no driver tells yet is no difference."""
     decision = plan.tuning
     if decision is None:
         return
-    known = applied.get("files", {})
-    kind: Kind = "drifted" if isinstance(known, Mapping) and SETTINGS in known else "pending"
+    planned = next((file for file in plan.files if file.path == SETTINGS), None)
+    # The settings that were applied, by the hash of the file that holds them.
+    same = planned is not None and applied.file(SETTINGS).get("sha256") == _sha256(planned.content)
+    kind: Kind = applied.kind(same)
 
     def finding(what: str, expected: str, actual: str, layer: Layer = "hardware") -> Finding:
         return Finding(f"gpu.{what}", kind, layer, "gpu_tuning", expected, actual, "warn", _PROVISION)
@@ -250,32 +221,32 @@ def _tuning(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterato
         yield finding(f"unit-failed:{UNIT}", "no failure", f"result {unit.result or 'unknown'}", "unit")
 
 
-def _packages(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    known = applied.get("packages", [])
+def _packages(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    known = applied.words("packages")
     for package in plan.packages:
         if package not in facts.packages.installed:
-            kind: Kind = "drifted" if isinstance(known, list) and package in known else "pending"
+            kind: Kind = applied.kind(package in known)
             yield Finding(
                 f"package.missing:{package}", kind, "package", "preflight", "installed", "not installed", "error", _PROVISION
             )
 
 
-def _accounts(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+def _accounts(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     account = plan.account
     if plan.instances and account.name not in facts.accounts:
-        kind: Kind = "drifted" if applied else "pending"
+        kind: Kind = applied.kind(bool(applied))
         yield Finding(
             f"account.missing:{account.name}", kind, "unit", "llm_server", f"user {account.name}", "absent", "error", _PROVISION
         )
 
 
-def _releases(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _named(applied, "releases", "path")
+def _releases(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    known = applied.names("releases", "path")
     for release in plan.releases:
         found = facts.release(release.path)
         if found is not None and not found.problem:
             continue
-        kind: Kind = "drifted" if release.path in known else "pending"
+        kind: Kind = applied.kind(release.path in known)
         users = tuple(item.name for item in plan.instances if item.release_path == release.path)
         yield Finding(
             f"release.{'damaged' if found else 'missing'}:{release.build_id}",
@@ -290,13 +261,13 @@ def _releases(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Itera
         )
 
 
-def _models(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    known = _named(applied, "models", "path")
+def _models(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    known = applied.names("models", "path")
     for model in plan.models:
         problems = [problem for file in model.files if (problem := model_file_problem(file, facts)) is not None]
         if not problems:
             continue
-        kind: Kind = "drifted" if model.path in known else "pending"
+        kind: Kind = applied.kind(model.path in known)
         # The worst of its files: what is missing has to come, what is wrong to go.
         what, actual = min(problems, key=lambda problem: ("missing", "wrong", "unverified").index(problem[0]))
         if len(model.files) > 1:
@@ -346,8 +317,8 @@ def _wanted_model(model: Model) -> str:
     return f"sha256 {model.sha256}" if len(model.files) == 1 else f"{len(model.files)} files, verified"
 
 
-def _directories(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    kind: Kind = "drifted" if applied else "pending"
+def _directories(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    kind: Kind = applied.kind(bool(applied))
     for directory in plan.directories if plan.instances else ():
         found = facts.files.get(directory.path)
 
@@ -364,18 +335,23 @@ def _directories(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> It
             yield finding("mode", wanted, f"{found.owner}:{found.group} {found.mode}")
 
 
-def _files(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    applied_files = applied.get("files", {})
-    if not isinstance(applied_files, Mapping):
-        applied_files = {}
+def _sha256(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _files(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    units = (f"/etc/systemd/system/{unit.name}" for unit in plan.units if unit.state == "started")
+    # A record that is gone from a host with our units was there.
+    lost = any(path in facts.files for path in units)
     for file in plan.all_files:
-        yield from _file(file, facts, applied_files)
+        yield from _file(file, facts, applied, is_record=file is plan.host_json, lost=lost)
 
 
-def _file(file: ManagedFile, facts: Facts, applied_files: Mapping[str, Any]) -> Iterator[Finding]:
-    planned_sha256 = hashlib.sha256(file.content.encode()).hexdigest()
-    record = applied_files.get(file.path)
-    applied_sha256 = record.get("sha256") if isinstance(record, Mapping) else None
+def _file(file: ManagedFile, facts: Facts, applied: Applied, *, is_record: bool, lost: bool) -> Iterator[Finding]:
+    planned_sha256 = _sha256(file.content)
+    record = applied.file(file.path)
+    # The record has no entry of its own: it is as it was applied where its seal is whole.
+    was_applied = bool(record) or (is_record and bool(applied))
     found = facts.files.get(file.path)
 
     def finding(what: str, kind: Kind, expected: str, actual: str) -> Finding:
@@ -383,26 +359,25 @@ def _file(file: ManagedFile, facts: Facts, applied_files: Mapping[str, Any]) -> 
 
     if found is None or found.kind != "file":
         actual = "absent" if found is None else f"a {found.kind}"
-        yield finding("missing", "drifted" if applied_sha256 else "pending", "a file", actual)
+        yield finding("missing", applied.kind(was_applied or (is_record and lost)), "a file", actual)
         return
     if found.sha256 != planned_sha256:
-        # `host.json` has no record of its own hash: when it differs, the plan has moved on.
-        pending = applied_sha256 is None or applied_sha256 == found.sha256
+        untouched = not applied.edited and (not was_applied or is_record or record.get("sha256") == found.sha256)
         hidden = file.secret or found.content is None
         expected = f"sha256 {planned_sha256}" if hidden else file.content
         yield finding(
-            "content", "pending" if pending else "drifted", expected, f"sha256 {found.sha256}" if hidden else str(found.content)
+            "content", "pending" if untouched else "drifted", expected, f"sha256 {found.sha256}" if hidden else str(found.content)
         )
     wanted, actual = f"{file.owner}:{file.group} {file.mode}", f"{found.owner}:{found.group} {found.mode}"
     if wanted != actual:
-        yield finding("mode", "drifted", wanted, actual)
+        before = f"{record.get('owner')}:{record.get('group')} {record.get('mode')}" if record else ""
+        yield finding("mode", "pending" if actual == before else "drifted", wanted, actual)
 
 
-def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
-    applied_instances = applied.get("instances", {})
+def _units(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     for unit in plan.units:
         found = facts.units.get(unit.name)
-        kind: Kind = "drifted" if isinstance(applied_instances, Mapping) and unit.instance in applied_instances else "pending"
+        kind: Kind = applied.kind(bool(applied.instance(unit.instance)))
 
         def finding(
             what: str, expected: str, actual: str, kind: Kind = kind, name: str = unit.name, instance: str = unit.instance
@@ -418,7 +393,7 @@ def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator
                 _PROVISION,
                 instance,
                 # Enabling or reloading a unit leaves its server alone.
-                restarts=(instance,) if what in ("missing", "inactive") else (),
+                restarts=(instance,) if what in ("missing", "inactive", "failed", "start-limit") else (),
             )
 
         if unit.state == "absent":
@@ -453,10 +428,14 @@ def _units(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator
                 "no drop-in",
                 path,
                 "warn",
-                f"look at it, then `rm {path}` and `systemctl daemon-reload` on the host",
+                f"look at it, then `rm {shlex.quote(path)}` and `systemctl daemon-reload` on the host",
                 unit.instance,
             )
-        if found.active_state != "active":
+        if found.result == "start-limit-hit" and found.active_state != "active":
+            yield finding("start-limit", "active (running)", "it failed too often in a short time, and systemd starts it no more")
+        elif found.active_state == "failed":
+            yield finding("failed", "active (running)", f"failed, result {found.result or 'unknown'}")
+        elif found.active_state != "active":
             yield finding(
                 "inactive", "active (running)", f"{found.active_state} ({found.sub_state}), result {found.result or 'unknown'}"
             )
@@ -524,12 +503,18 @@ def _is_program(executable: str, planned: str) -> bool:
     return executable == planned or PurePosixPath(executable).parts[-4:] == PurePosixPath(planned).parts[-4:]
 
 
-def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+def _processes(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     for instance in plan.instances:
         process = facts.process_of(instance.unit)
         if process is None:
             # A server that does not run is a unit's finding already.
             continue
+        before = applied.instance(instance.name)
+        # What runs is just what was applied, and the plan has moved on since.
+        untouched = not before or (
+            before.get("digest") == process.environ.get(DIGEST_VARIABLE) and before.get("digest") != instance.digest
+        )
+        kind: Kind = "pending" if untouched and not applied.edited else "drifted"
         reasons = _stale_reasons(
             process,
             facts,
@@ -538,15 +523,17 @@ def _processes(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
             user=plan.account.name,
             environment=instance.environment,
         )
+        file = facts.files.get(f"/etc/systemd/system/{instance.unit}")
+        older = file is not None and 0 < process.started_s < file.mtime_s
         placement = plain_data(instance.placement) if instance.placement else None
         for what, expected, actual in (*reasons, *_misplaced(process, facts, placement)):
             yield Finding(
                 f"process.{what}:{instance.name}",
-                "drifted" if what != "stale" else "pending",
+                kind if what == "stale" else "drifted",
                 "process",
                 "llm_server",
                 expected,
-                actual,
+                f"{actual}, started before its unit was changed" if what == "stale" and older else actual,
                 "error",
                 _PROVISION,
                 instance.name,
@@ -576,12 +563,12 @@ def _services(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _gateway(plan: HostPlan, facts: Facts, applied: Mapping[str, Any]) -> Iterator[Finding]:
+def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     """The gateway: its unit, the configuration that it has loaded, and the servers that somebody has taken out of it."""
     decision = plan.gateway
     if decision is None:
         return
-    kind: Kind = "drifted" if "gateway" in applied and decision.state == "started" else "pending"
+    kind: Kind = applied.kind("gateway" in applied.document and decision.state == "started")
 
     def finding(what: str, expected: str, actual: str, layer: Layer = "unit") -> Finding:
         return Finding(f"{layer}.{what}:{decision.unit}", kind, layer, gateway.ROLE, expected, actual, "error", _PROVISION)

@@ -304,6 +304,36 @@ class AptSource(_Facts):
     origin: str = ""
 
 
+class AptPreference(_Facts):
+    """A file of apt's preferences that speaks of the driver or of CUDA, and the packages that it names."""
+
+    path: str
+    packages: tuple[str, ...] = ()
+
+
+class CronTable(_Facts):
+    """A table of jobs that speaks of our servers, of the cards or of a restart, and those words; the commands are not told."""
+
+    path: str
+    words: tuple[str, ...] = ()
+
+
+class Baseline(_Facts):
+    """How an instance was when it was proved; ``digest`` is that of the plan by which it ran then. ``None``: not measured."""
+
+    digest: str = ""
+    tokens_per_second: float | None = None
+    anonymous_bytes: int | None = None
+
+
+class Identity(_Facts):
+    """What an instance says that it has: HTTP status without a key, and with one where the first was refused."""
+
+    status: int | None = None
+    status_with_key: int | None = None
+    models: tuple[str, ...] = ()
+
+
 class PackageLock(_Facts):
     """A process that holds a lock of the package manager."""
 
@@ -388,6 +418,8 @@ class ProcessFacts(_Facts):
     memory_policy: str = ""
     rss_anonymous_bytes: int = 0
     swap_bytes: int = 0
+    #: Libraries that it has loaded and whose files were removed or replaced since.
+    deleted_libraries: tuple[str, ...] = ()
 
 
 class Listener(_Facts):
@@ -478,6 +510,10 @@ class Facts(_Facts):
     cmake_version: str = ""
     packages: Packages = Packages()
     apt_sources: tuple[AptSource, ...] = ()
+    apt_preferences: tuple[AptPreference, ...] = ()
+    #: Whether apt installs upgrades by itself; ``None`` where no file says.
+    unattended_upgrades: bool | None = None
+    cron: tuple[CronTable, ...] = ()
     package_locks: tuple[PackageLock, ...] = ()
     accounts: dict[str, Account] = Field(default_factory=dict)
     files: dict[str, ManagedFile] = Field(default_factory=dict)
@@ -490,6 +526,9 @@ class Facts(_Facts):
     processes: tuple[ProcessFacts, ...] = ()
     listeners: tuple[Listener, ...] = ()
     health: dict[str, HealthFacts] = Field(default_factory=dict)
+    identity: dict[str, Identity] = Field(default_factory=dict)
+    #: By instance.
+    baselines: dict[str, Baseline] = Field(default_factory=dict)
     #: The gateway's HAProxy; ``None`` where it does not run.
     gateway: GatewayFacts | None = None
     #: Parts of the probe that failed, by name: what could not be learned and why.
@@ -520,6 +559,8 @@ class ProbeRequest(BaseModel):
     filesystems: tuple[str, ...] = ("/opt/v100ctl", "/var/lib/v100ctl", "/var/lib/v100ctl/models", "/var/cache")
     #: Instances to ask for their health: name -> URL on the host itself.
     health: dict[str, str] = Field(default_factory=dict)
+    #: Instances to ask for the models that they have: name -> URL on the host itself.
+    identity: dict[str, str] = Field(default_factory=dict)
     #: Accounts to look up.
     accounts: tuple[str, ...] = ("v100",)
     #: Hash releases and models instead of trusting size and mtime.

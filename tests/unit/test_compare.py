@@ -12,7 +12,7 @@ from v100ctl.compare import _AILMENTS, compare, restarts
 from v100ctl.facts import Facts
 from v100ctl.plan import DIGEST_VARIABLE, plan
 
-from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
+from .factory import AS_OF, GIB, applied_facts, make_config, make_facts, make_plan, merge
 
 UNIT = "v100-chat.service"
 UNIT_FILE = f"/etc/systemd/system/{UNIT}"
@@ -20,6 +20,11 @@ PLAN = make_plan()
 RELEASE = PLAN.releases[0]
 MODEL_PATH = PLAN.models[0].path
 PROCESS = {"pid": 100, "unit": UNIT, "executable": PLAN.instances[0].argv[0], "argv": PLAN.instances[0].argv, "user": "v100"}
+
+
+HOST_JSON = "/etc/v100ctl/host.json"
+#: No record of what was applied.
+NO_RECORD: dict[str, Any] = {"document": []}
 
 
 #: A container that gives less than a unit asks for.
@@ -173,9 +178,106 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
         "unit",
     ),
     ("unit not reloaded", {"units": {UNIT: {"need_daemon_reload": True}}}, f"unit.stale:{UNIT}", "drifted", "unit"),
-    ("unit failed", {"units": {UNIT: {"active_state": "failed"}}, "processes": []}, f"unit.inactive:{UNIT}", "drifted", "unit"),
+    ("unit failed", {"units": {UNIT: {"active_state": "failed"}}, "processes": []}, f"unit.failed:{UNIT}", "drifted", "unit"),
+    (
+        "unit stopped",
+        {"units": {UNIT: {"active_state": "inactive"}}, "processes": []},
+        f"unit.inactive:{UNIT}",
+        "drifted",
+        "unit",
+    ),
+    (
+        "unit at its start limit",
+        {"units": {UNIT: {"active_state": "failed", "result": "start-limit-hit"}}, "processes": []},
+        f"unit.start-limit:{UNIT}",
+        "drifted",
+        "unit",
+    ),
+    ("unit that crashes", {"units": {UNIT: {"restarts_count": 3}}}, f"unit.crashes:{UNIT}", "external", "unit"),
+    (
+        "unit of others",
+        {"units": {"v100-x.service": {"load_state": "loaded", "active_state": "active"}}},
+        "unit.foreign:v100-x.service",
+        "external",
+        "unit",
+    ),
+    (
+        "gateway's drop-in",
+        {"units": {"v100ctl-gateway.service": {"load_state": "loaded", "drop_in_paths": ["/etc/y.conf"]}}},
+        "unit.drop-in:/etc/y.conf",
+        "external",
+        "unit",
+    ),
+    (
+        "packages half configured",
+        {"packages": {"half_configured": ["libc6"]}},
+        "package.half-configured",
+        "external",
+        "package",
+    ),
+    (
+        "job of others",
+        {"cron": [{"path": "/etc/cron.d/x", "words": ["v100-chat"]}]},
+        "file.cron:/etc/cron.d/x",
+        "external",
+        "file",
+    ),
+    (
+        "keys of nobody",
+        {"files": {"/etc/v100ctl/instances/old.keys": {"kind": "file", "mode": "0640"}}},
+        "file.unknown:/etc/v100ctl/instances/old.keys",
+        "external",
+        "file",
+    ),
+    ("record removed", {"files": {HOST_JSON: None}, "host_json": NO_RECORD}, f"file.missing:{HOST_JSON}", "drifted", "file"),
+    (
+        "record that is no JSON",
+        {"files": {HOST_JSON: {"sha256": "00", "content": "{"}}, "host_json": {**NO_RECORD, "problem": "not valid JSON"}},
+        f"file.content:{HOST_JSON}",
+        "drifted",
+        "file",
+    ),
     ("drop-in added", {"units": {UNIT: {"drop_in_paths": ["/etc/x.conf"]}}}, "unit.drop-in:/etc/x.conf", "external", "unit"),
-    ("process of another plan", changed_process(environ={}), "process.stale:chat", "pending", "process"),
+    ("process of no plan", changed_process(environ={}), "process.stale:chat", "drifted", "process"),
+    (
+        "process with replaced libraries",
+        changed_process(deleted_libraries=["/usr/lib/libssl.so.3"]),
+        "process.libraries:chat",
+        "external",
+        "process",
+    ),
+    (
+        "process that has grown",
+        {
+            "baselines": {"chat": {"digest": PLAN.instances[0].digest, "anonymous_bytes": GIB}},
+            **changed_process(rss_anonymous_bytes=2 * GIB, swap_bytes=1024**2),
+        },
+        "process.memory-growth:chat",
+        "external",
+        "process",
+    ),
+    ("process in swap", changed_process(swap_bytes=GIB), "process.swapped:chat", "external", "process"),
+    (
+        "server for everybody",
+        {"listeners": [{"address": "0.0.0.0", "port": 8000, "pid": 100, "command": "llama-server", "unit": UNIT}]},
+        "service.exposed:chat",
+        "external",
+        "service",
+    ),
+    (
+        "port of another program",
+        {"listeners": [{"address": "127.0.0.1", "port": 8000, "pid": 9, "command": "nc", "unit": ""}]},
+        "service.port-taken:chat",
+        "external",
+        "service",
+    ),
+    (
+        "another model",
+        {"identity": {"chat": {"status": 200, "models": ["other"]}}},
+        "service.model:chat",
+        "external",
+        "service",
+    ),
     ("process of a deleted program", changed_process(executable_deleted=True), "process.executable:chat", "drifted", "process"),
     ("process with other words", changed_process(argv=["x"]), "process.argv:chat", "drifted", "process"),
     ("process of another user", changed_process(user="root"), "process.user:chat", "drifted", "process"),
@@ -183,7 +285,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
         "process with another variable",
         changed_process(environ={**PLAN.instances[0].environment, "OMP_NUM_THREADS": "1", DIGEST_VARIABLE: "x"}),
         "process.stale:chat",
-        "pending",
+        "drifted",
         "process",
     ),
     (
@@ -221,6 +323,8 @@ def faulty(changes: dict[str, Any]) -> Facts:
         for key, value in change.items():
             if value is None and key not in ("status", "systemd"):
                 del target[key]
+            elif value == []:
+                target[key] = None if key == "document" else value
             elif isinstance(value, dict) and isinstance(target.get(key), dict):
                 apply(target[key], value)
             else:
@@ -341,3 +445,108 @@ def test_a_secret_file_shows_hashes_only() -> None:
     (finding,) = compare(secret, facts)
     assert "tampered" not in finding.actual
     assert PLAN.files[0].content not in finding.expected
+
+
+# --- what a difference is called ----------------------------------------------------------------------------------------------
+
+#: The same host after its inventory has moved on.
+MOVED_ON = plan("h1", make_config({"settings": {"context_length": 1024}}), applied_facts(PLAN), as_of=AS_OF)
+
+
+def test_what_was_applied_is_pending_where_the_plan_has_moved_on() -> None:
+    found = {finding.id: finding.kind for finding in compare(MOVED_ON, applied_facts(PLAN))}
+    assert found == {
+        f"file.content:{UNIT_FILE}": "pending",
+        f"file.content:{HOST_JSON}": "pending",
+        "process.stale:chat": "pending",
+    }
+
+
+def test_what_somebody_changed_is_drifted_also_where_the_plan_has_moved_on() -> None:
+    facts = faulty({"files": {UNIT_FILE: {"sha256": "00", "content": "x"}}, **changed_process(environ={DIGEST_VARIABLE: "y"})})
+    found = {finding.id: finding for finding in compare(MOVED_ON, facts)}
+    assert {name: finding.kind for name, finding in found.items()} == {
+        f"file.content:{UNIT_FILE}": "drifted",
+        f"file.content:{HOST_JSON}": "pending",
+        "process.stale:chat": "drifted",
+    }
+    (planned,) = (file for file in MOVED_ON.files if file.path == UNIT_FILE)
+    assert found[f"file.content:{UNIT_FILE}"].expected == planned.content
+
+
+def test_a_mode_that_was_applied_is_pending() -> None:
+    import dataclasses
+
+    other = dataclasses.replace(PLAN, files=tuple(dataclasses.replace(file, mode="0600") for file in PLAN.files))
+    assert {finding.kind for finding in compare(other, applied_facts(PLAN)) if finding.id.startswith("file.mode")} == {"pending"}
+
+
+def test_a_process_that_is_older_than_its_unit_says_so() -> None:
+    facts = faulty({"files": {UNIT_FILE: {"mtime_s": 200.0}}, **changed_process(environ={}, started_s=100.0)})
+    (finding,) = compare(PLAN, facts)
+    assert "started before its unit was changed" in finding.actual
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"files": 7, "instances": ["x"], "packages": {}, "releases": 3, "models": [[]], "driver": "535", "gateway": None},
+        {"files": {UNIT_FILE: 1, "/": None}, "instances": {"chat": "x"}, "releases": [{"path": {}}], "digest": {}},
+        {"schema": "v100ctl/host/1", "digest": "0" * 16},
+    ],
+)
+def test_a_lying_record_hides_nothing(document: dict[str, Any]) -> None:
+    facts = faulty({"files": {UNIT_FILE: {"sha256": "00", "content": "x"}, HOST_JSON: {"sha256": "11", "content": "{}"}}})
+    lying = facts.model_copy(update={"host_json": facts.host_json.model_copy(update={"document": document})})
+    found = {finding.id for finding in compare(PLAN, lying)}
+    assert found == {f"file.content:{UNIT_FILE}", f"file.content:{HOST_JSON}"}
+
+
+def test_a_record_that_was_edited_is_not_believed() -> None:
+    facts = faulty({"files": {UNIT_FILE: {"sha256": "00", "content": "x"}}})
+    assert facts.host_json.document is not None
+    # Whoever edits a unit may write its hash into the record, so that the change looks like one that was applied.
+    files = {**facts.host_json.document["files"], UNIT_FILE: {"sha256": "00", "mode": "0644", "owner": "root", "group": "root"}}
+    edited = {**facts.host_json.document, "files": files}
+    lying = facts.model_copy(update={"host_json": facts.host_json.model_copy(update={"document": edited})})
+    (finding,) = compare(PLAN, lying)
+    assert (finding.id, finding.kind) == (f"file.content:{UNIT_FILE}", "drifted")
+
+
+CARD_CASE = CASES / "card-in-good-health"
+
+
+@pytest.mark.parametrize(
+    ("card", "facts", "expected"),
+    [
+        ({"processes": [{"pid": 7, "command": "python3 train.py", "memory_bytes": GIB}]}, {}, {"gpu.foreign-process": "error"}),
+        ({"processes": [{"pid": 7, "command": "llama-server", "memory_bytes": GIB}]}, {}, {"gpu.orphan": "error"}),
+        ({"processes": [{"pid": 7, "command": "x", "unit": UNIT}]}, {}, {}),
+        ({"ecc_uncorrected_volatile": 2}, {}, {"gpu.ecc-errors": "warn"}),
+        ({"temperature_c": 70, "memory_temperature_c": 86}, {}, {"gpu.hot": "warn"}),
+        ({"temperature_c": 83, "memory_temperature_c": 85}, {}, {}),
+        (
+            {},
+            {"apt_preferences": [{"path": "/etc/apt/preferences.d/x", "packages": ["nvidia-*"]}]},
+            {"package.preference": "warn"},
+        ),
+        ({}, {"apt_preferences": [{"path": "/etc/apt/preferences.d/v100ctl-nvidia-driver"}]}, {}),
+        (
+            {},
+            {"unattended_upgrades": True, "packages": {"installed": {"nvidia-driver": "535.309.01-1"}, "held": []}},
+            {"package.unattended-upgrades": "warn"},
+        ),
+        (
+            {},
+            {"unattended_upgrades": False, "packages": {"installed": {"nvidia-driver": "535.309.01-1"}, "held": []}},
+            {},
+        ),
+    ],
+)
+def test_what_others_do_around_a_card(card: dict[str, Any], facts: dict[str, Any], expected: dict[str, str]) -> None:
+    document = Facts.model_validate_json((CARD_CASE / "facts.json").read_bytes()).model_dump(by_alias=True)
+    document["gpus"][0].update(card)
+    found = compare(decide(CARD_CASE), Facts.model_validate(merge(document, facts)))
+    before = compare(decide(CARD_CASE), Facts.model_validate_json((CARD_CASE / "facts.json").read_bytes()))
+    new = {finding.id.partition(":")[0]: finding for finding in found if finding.id not in {item.id for item in before}}
+    assert {name: finding.severity for name, finding in new.items() if finding.kind == "external"} == expected

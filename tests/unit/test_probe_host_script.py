@@ -92,7 +92,15 @@ def test_unknown_and_odd_parts_of_a_request_are_ignored() -> None:
     request = script.parse_request(
         json.dumps({"new": 1, "files": ["/a", "/a", "relative", 7, "/nul\0"], "models": "x", "health": ["y"], "deep": "yes"})
     )
-    assert request == {"files": ["/a"], "models": [], "filesystems": [], "accounts": [], "health": {}, "deep": False}
+    assert request == {
+        "files": ["/a"],
+        "models": [],
+        "filesystems": [],
+        "accounts": [],
+        "health": {},
+        "identity": {},
+        "deep": False,
+    }
 
 
 def test_it_writes_no_bytecode(tmp_path: Path) -> None:
@@ -2188,3 +2196,109 @@ def test_a_driver_that_hangs_costs_nothing_that_the_disk_says() -> None:
     facts = {"errors": {}}
     script.merge_nvidia(facts, None, None)
     assert set(facts) == {"errors"} and set(facts["errors"]) == {"nvidia"}
+
+
+# --- what others do -----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, content: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+def test_preferences_of_the_driver(tmp_path: Path) -> None:
+    write(tmp_path / "preferences", "Package: vim\nPin: release n=sid\nPin-Priority: 1\n")
+    pinned = write(
+        tmp_path / "preferences.d/nvidia", "Package: nvidia-* libcuda1\nPin: version 550*\n\nPackage: cuda-drivers\nPin: x\n"
+    )
+    write(tmp_path / "preferences.d/x.bak", "Package: nvidia-*\n")
+    assert script.collect_preferences(str(tmp_path)) == [
+        {"path": str(pinned), "packages": ["nvidia-*", "libcuda1", "cuda-drivers"]}
+    ]
+    assert script.collect_preferences(str(tmp_path / "gone")) == []
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ([], None),
+        (['APT::Periodic::Update-Package-Lists "1";\n'], None),
+        (['APT::Periodic::Unattended-Upgrade "1";\n'], True),
+        (['APT::Periodic {\n  Unattended-Upgrade "7";\n};\n'], True),
+        (['APT::Periodic::Unattended-Upgrade "1";\n', 'APT::Periodic::Unattended-Upgrade "0";\n'], False),
+        (['// APT::Periodic::Unattended-Upgrade "1";\n'], None),
+    ],
+)
+def test_unattended_upgrades(tmp_path: Path, contents: list[str], expected: bool | None) -> None:
+    for number, content in enumerate(contents):
+        write(tmp_path / f"apt.conf.d/{number}0x", content)
+    assert script.collect_unattended_upgrades(str(tmp_path)) is expected
+
+
+def test_jobs_tell_words_and_no_command(tmp_path: Path) -> None:
+    write(
+        tmp_path / "etc/crontab",
+        "@reboot root /usr/bin/true\n# nvidia-smi -pl 100\n0 4 * * * root /usr/local/sbin/after-reboot\n",
+    )
+    write(tmp_path / "etc/cron.d/x", "0 3 * * * root TOKEN=secret systemctl restart v100-chat.service; nvidia-smi -r\n")
+    write(tmp_path / "var/spool/cron/crontabs/root", "0 5 * * 0 /sbin/shutdown -r now && reboot\n")
+    assert script.collect_cron(str(tmp_path)) == [
+        {"path": "/etc/cron.d/x", "words": ["nvidia-smi", "v100-chat.service"]},
+        {"path": "/var/spool/cron/crontabs/root", "words": ["reboot"]},
+    ]
+
+
+def test_baselines(tmp_path: Path) -> None:
+    write(tmp_path / "chat.json", json.dumps({"digest": "d", "tokens_per_second": 12.5, "anonymous_bytes": None}))
+    write(tmp_path / "odd.json", json.dumps({"digest": ["d"], "tokens_per_second": True, "anonymous_bytes": "9"}))
+    write(tmp_path / "broken.json", "{")
+    (tmp_path / "link.json").symlink_to(tmp_path / "chat.json")
+    assert script.collect_baselines(str(tmp_path)) == {
+        "chat": {"digest": "d", "tokens_per_second": 12.5, "anonymous_bytes": None},
+        "odd": {"digest": "['d']", "tokens_per_second": None, "anonymous_bytes": None},
+    }
+
+
+def test_libraries_that_are_gone() -> None:
+    content = (
+        "7f00-7f10 r-xp 00000000 08:01 11 /usr/lib/x86_64-linux-gnu/libssl.so.3 (deleted)\n"
+        "7f10-7f20 r--p 00000000 08:01 11 /usr/lib/x86_64-linux-gnu/libssl.so.3 (deleted)\n"
+        "7f20-7f30 r-xp 00000000 08:01 12 /usr/lib/x86_64-linux-gnu/libc.so.6\n"
+        "7f30-7f40 rw-s 00000000 00:01 13 /dev/zero (deleted)\n"
+    )
+    assert script.deleted_libraries(content) == ["/usr/lib/x86_64-linux-gnu/libssl.so.3"]
+
+
+class _Models(http.server.BaseHTTPRequestHandler):
+    """Tells its models to those with the key; what it sends without is the test's choice."""
+
+    def do_GET(self) -> None:
+        known = self.path != "/closed" or self.headers.get("Authorization") == "Bearer k1"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        body = {"/odd": b'{"data": [7, {"id": 3}, {"x": 1}]}', "/broken": b"{"}.get(self.path, b'{"data": [{"id": "chat"}]}')
+        self.wfile.write(body if known else b"")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_identity(tmp_path: Path) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Models)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    base = f"http://127.0.0.1:{server.server_port}"
+    keys = str(tmp_path / "{}.keys")
+    write(tmp_path / "chat.keys", "k1\nk2\n")
+    try:
+        assert script.ask_identity("chat", base + "/open", keys) == {"status": 200, "models": ["chat"]}
+        assert script.ask_identity("chat", base + "/closed", keys) == {"status": 401, "status_with_key": 200, "models": ["chat"]}
+        assert script.ask_identity("other", base + "/closed", keys) == {"status": 401, "models": []}
+        assert script.ask_identity("../chat", base + "/closed", keys) == {"status": 401, "models": []}
+        assert script.ask_identity("chat", base + "/odd", keys) == {"status": 200, "models": ["3"]}
+        assert script.ask_identity("chat", base + "/broken", keys) == {"status": 200, "models": []}
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert script.ask_identity("chat", "http://127.0.0.1:1/v1/models", keys) == {"status": None, "models": []}
+    assert script.ask_identity("chat", "http://models.example:80/v1/models", keys) == {"status": None, "models": []}

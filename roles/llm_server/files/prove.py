@@ -261,6 +261,19 @@ def card_problems(unit: str, proof: dict[str, Any], properties: dict[str, str]) 
     return document, problems
 
 
+# --- the memory ---------------------------------------------------------------------------------------------------------------
+
+
+def anonymous_bytes(pid: str) -> int | None:
+    """What the server's process holds of its own, beside files: what grows when it leaks."""
+    try:
+        status = Path(f"/proc/{int(pid)}/status").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    found = re.search(r"^RssAnon:\s*([0-9]+) kB$", status, re.M)
+    return int(found.group(1)) * 1024 if found else None
+
+
 # --- all of it ----------------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +305,7 @@ def prove(request: dict[str, Any]) -> dict[str, Any]:
         "log": log,
         "cards": cards,
         "problems": problems,
+        "anonymous_bytes": anonymous_bytes(properties.get("MainPID", "")),
         "baseline_digest": baseline_digest(request.get("baseline", "")),
     }
 

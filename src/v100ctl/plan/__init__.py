@@ -62,6 +62,8 @@ __all__ = [
     "toolkit_from_ansible",
 ]
 
+#: Where servers that speak OpenAI's protocol tell which models they have.
+MODELS_PATH = "/v1/models"
 #: What is known of each model, by its path on the host: its header, or why that could not be read.
 Headers = Mapping[str, Known]
 
@@ -87,6 +89,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
             for name, spec in present.items()
             if (path := _health_path(spec, config))
         },
+        identity={name: local_url(gateway.behind(spec, config), MODELS_PATH) for name, spec in present.items()},
         models=tuple(sorted({path for spec in present.values() for model in source_specs(spec) for path in file_paths(model)})),
         deep=deep,
     )

@@ -7,6 +7,7 @@ import hashlib
 import json
 from typing import Any
 
+from v100ctl.findings import SEAL, seal
 from v100ctl.plan.types import HostPlan, ManagedFile
 
 HOST_JSON = "/etc/v100ctl/host.json"
@@ -55,5 +56,7 @@ def with_host_json(decided: HostPlan) -> HostPlan:
         }
     if decided.driver is not None:
         document["driver"] = {"branch": decided.driver.branch, "packages": list(decided.driver.packages)}
+    # An edited record must not pass for what was applied.
+    document[SEAL] = seal(document)
     content = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return dataclasses.replace(decided, host_json=ManagedFile(HOST_JSON, content, role="llm_server"))

@@ -76,6 +76,11 @@ MAX_TOOLKITS = 32
 MAX_LOG_RECORDS = 400000
 MAX_XIDS = 200
 MAX_DKMS_MODULES = 32
+MAX_PREFERENCES = 50
+MAX_CRON_FILES = 200
+MAX_BASELINES = 200
+MAX_DELETED_LIBRARIES = 20
+MAX_MODEL_NAMES = 20
 XID_AGE_S = 24 * 3600.0
 
 CONFIG_DIR = "/etc/v100ctl"
@@ -87,6 +92,8 @@ MODELS_DIR = "/var/lib/v100ctl/models"
 MAX_STORED_MODELS = 1000
 MAX_STORED_FOLDERS = 200
 MODEL_RECORDS_DIR = "/var/lib/v100ctl/state/models"
+BASELINES_DIR = "/var/lib/v100ctl/state/baselines"
+KEYS_FILE = "/etc/v100ctl/instances/{}.keys"
 HOST_JSON = "/etc/v100ctl/host.json"
 PACKAGE_LOCKS = (
     "/var/lib/dpkg/lock-frontend",
@@ -175,6 +182,11 @@ SECURE_BOOT_VARIABLE = "SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c"
 XID = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2})(?:\.[0-7])?\): ([0-9]{1,4})(?:, *(.*))?")
 #: The kernel log (``/dev/kmsg``) is this device.
 KMSG_DEVICE = (1, 11)
+#: Packages of which a preference of somebody else's is told.
+DRIVER_NAMES = re.compile(r"nvidia|cuda", re.I)
+#: What a job of somebody else's is told for: our servers, the cards, the end of the host. `@reboot` is a time, no command.
+CRON_WORDS = re.compile(r"v100-[A-Za-z0-9:_.-]+|v100ctl|nvidia-smi|llama-server|vllm|(?<![@\w/-])(?:reboot|shutdown|poweroff)\b")
+CRON_TABLES = ("/etc/crontab", "/var/spool/cron/crontabs", "/var/spool/cron")
 COMPILER = re.compile(r"(?:gcc|g\+\+)(?:-[0-9]{1,2})?")
 COMPILERS_LIMIT_S = 3.0
 X86_LEVELS = (
@@ -813,6 +825,53 @@ def collect_apt_sources(etc: str = "/etc/apt", lists: str = "/var/lib/apt/lists"
     return found[:MAX_APT_SOURCES]
 
 
+def collect_preferences(etc: str = "/etc/apt") -> "list[Document]":
+    """Which files of apt's preferences speak of the driver or of CUDA, and of which packages."""
+    folder = os.path.join(etc, "preferences.d")
+    paths = [os.path.join(etc, "preferences")]
+    # As apt does: names without an ending, and those with this one.
+    paths += [os.path.join(folder, name) for name in sorted(_listdir(folder)) if "." not in name or name.endswith(".pref")]
+    found = []  # type: list[Document]
+    for path in paths:
+        packages = re.findall(r"^Package:[ \t]*(.+)$", read_text(path, ""), re.M)
+        named = [word for line in packages for word in line.split() if DRIVER_NAMES.search(word)]
+        if named:
+            found.append({"path": text(path), "packages": [text(word)[:100] for word in dict.fromkeys(named)][:20]})
+    return found[:MAX_PREFERENCES]
+
+
+def collect_unattended_upgrades(etc: str = "/etc/apt") -> "bool | None":
+    """Whether apt installs upgrades by itself; ``None`` where no file says."""
+    folder = os.path.join(etc, "apt.conf.d")
+    paths = [os.path.join(folder, name) for name in sorted(_listdir(folder)) if "." not in name or name.endswith(".conf")]
+    told = None
+    for path in [*paths, os.path.join(etc, "apt.conf")]:
+        content = re.sub(r"^[ \t]*(?://|#).*$", "", read_text(path, ""), flags=re.M)
+        values = re.findall(r'Unattended-Upgrade[ \t]+"([^"]*)"', content)
+        if values:
+            # The last one counts.
+            told = values[-1].strip().lower() not in ("", "0", "no", "false")
+    return told
+
+
+def collect_cron(root: str = "/") -> "list[Document]":
+    """Jobs of somebody else's that speak of our servers, of the cards or of a restart. Only those words are told: a command may
+    hold secrets.
+    """
+    tables = [os.path.join(root, path.lstrip("/")) for path in CRON_TABLES]
+    folder = os.path.join(root, "etc/cron.d")
+    paths = [tables[0]] + [os.path.join(folder, name) for name in sorted(_listdir(folder))]
+    for place in tables[1:]:
+        paths += [os.path.join(place, name) for name in sorted(_listdir(place)) if os.path.isfile(os.path.join(place, name))]
+    found = []  # type: list[Document]
+    for path in paths[:MAX_CRON_FILES]:
+        lines = [line for line in read_text(path, "").splitlines() if not line.lstrip().startswith("#")]
+        words = sorted({word for line in lines for word in CRON_WORDS.findall(line)})
+        if words:
+            found.append({"path": text("/" + os.path.relpath(path, root)), "words": [text(word)[:100] for word in words][:10]})
+    return found
+
+
 def command_name(pid: int, proc: str = "/proc") -> str:
     """A process's short name. Reading it never waits, while its command line may wait for a stuck process."""
     return read_text(os.path.join(proc, str(pid), "comm"), "")
@@ -1037,6 +1096,24 @@ def collect_host_json(path: str = HOST_JSON) -> "Document":
         if isinstance(error, OSError) and error.errno == errno.ELOOP:
             problem = "a symbolic link"
         return {"document": None, "problem": problem}
+
+
+def collect_baselines(folder: str = BASELINES_DIR) -> "dict[str, Document]":
+    """How each instance was when it was proved: speed and memory, with the digest of the plan that this was for."""
+    found = {}
+    for name in sorted(_listdir(folder))[:MAX_BASELINES]:
+        if not name.endswith(".json") or name.startswith("."):
+            continue
+        try:
+            record = read_json(os.path.join(folder, name), 1 << 16)
+        except (OSError, ProbeFailure):
+            continue
+        entry = {"digest": str(record.get("digest", ""))[:100]}  # type: Document
+        for key in ("tokens_per_second", "anonymous_bytes"):
+            value = record.get(key)
+            entry[key] = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        found[text(name[: -len(".json")])] = entry
+    return found
 
 
 # --- releases and models ------------------------------------------------------------------------------------------------------
@@ -1287,6 +1364,12 @@ def memory_policy(path: str) -> str:
     return words[1] if len(words) > 1 else ""
 
 
+def deleted_libraries(content: str) -> "list[str]":
+    """Libraries in ``/proc/PID/maps`` whose files were removed or replaced since they were loaded."""
+    found = re.findall(r"^\S+ ..x. \S+ \S+ \S+\s+(/\S*\.so[.0-9]*) \(deleted\)$", content, re.M)
+    return [text(path)[:300] for path in dict.fromkeys(found)][:MAX_DELETED_LIBRARIES]
+
+
 def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "Document":
     """The main process of a unit, as ``ProcessFacts``. Of its environment only names without secrets are looked at."""
     folder = os.path.join(proc, str(pid))
@@ -1321,6 +1404,7 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
         "memory_policy": memory_policy(os.path.join(folder, "numa_maps")),
         "rss_anonymous_bytes": _kilobytes(status_field(status, "RssAnon")),
         "swap_bytes": _kilobytes(status_field(status, "VmSwap")),
+        "deleted_libraries": deleted_libraries(read_text(os.path.join(folder, "maps"), "", limit_bytes=4 << 20)),
     }
 
 
@@ -1504,6 +1588,75 @@ def collect_health(urls: "dict[str, str]", limit_s: float = 3.0) -> "dict[str, D
     for thread in threads:
         thread.join(max(0.0, deadline_s - time.monotonic()))
     return {name: answers.get(name, {"status": None, "error": f"no answer within {limit_s:g} s"}) for name in urls}
+
+
+# --- identity -----------------------------------------------------------------------------------------------------------------
+
+
+def ask_models(url: str, key: str = "", limit_s: float = 3.0) -> "tuple[int | None, list[str]]":
+    """HTTP status of one GET of the models that a server has, and their names."""
+    match = re.fullmatch(r"http://(\[[0-9A-Fa-f:.]+\]|[0-9.]+):([0-9]{1,5})(/[!-~]*)", url)
+    if not match:
+        return None, []
+    deadline_s = time.monotonic() + limit_s
+    answer = b""
+    try:
+        with socket.create_connection((match.group(1).strip("[]"), int(match.group(2))), timeout=limit_s) as connection:
+            lines = [f"GET {match.group(3)} HTTP/1.0", "Host: " + match.group(1), "Connection: close"]
+            if key:
+                lines.append("Authorization: Bearer " + key)
+            connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+            while len(answer) < MAX_CONTENT_BYTES:
+                wait_s = deadline_s - time.monotonic()
+                if wait_s <= 0:
+                    break
+                connection.settimeout(wait_s)
+                chunk = connection.recv(1 << 16)
+                if not chunk:
+                    break
+                answer += chunk
+    except (OSError, OverflowError, ValueError):
+        pass
+    line = re.match(rb"HTTP/1\.[01] ([1-5][0-9]{2})\b", answer)
+    if not line:
+        return None, []
+    try:
+        document = json.loads(answer.partition(b"\r\n\r\n")[2].decode("utf-8"))
+        entries = document["data"] if isinstance(document, dict) else []
+        names = [str(entry["id"])[:200] for entry in entries if isinstance(entry, dict) and "id" in entry]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        names = []
+    return int(line.group(1)), [text(name) for name in names][:MAX_MODEL_NAMES]
+
+
+def ask_identity(name: str, url: str, keys_file: str = KEYS_FILE) -> "Document":
+    """Which models an instance has, and whether it says so to those who have no key. A key is used here and never told."""
+    status, models = ask_models(url)
+    entry = {"status": status, "models": models}  # type: Document
+    if status in (401, 403) and re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
+        try:
+            key = text(read_file(keys_file.format(name), 1 << 16, follow=False)).partition("\n")[0].strip()
+        except (OSError, ProbeFailure):
+            key = ""
+        if key and not re.search(r"[^!-~]", key):
+            entry["status_with_key"], entry["models"] = ask_models(url, key)
+    return entry
+
+
+def collect_identity(urls: "dict[str, str]", limit_s: float = 3.0) -> "dict[str, Document]":
+    """All instances at once; one that does not answer in time has no entry."""
+    answers = {}  # type: dict[str, Document]
+
+    def ask(name: str, url: str) -> None:
+        answers[name] = ask_identity(name, url)
+
+    threads = [threading.Thread(target=ask, args=item, daemon=True) for item in sorted(urls.items())[:64]]
+    for thread in threads:
+        thread.start()
+    deadline_s = time.monotonic() + limit_s + 0.5
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    return {name: answers[name] for name in urls if name in answers}
 
 
 # --- kernel and firmware ------------------------------------------------------------------------------------------------------
@@ -2423,6 +2576,9 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("dkms", collect_dkms),
         Task("packages", collect_packages, limit_s=12.0),
         Task("apt_sources", collect_apt_sources),
+        Task("apt_preferences", collect_preferences),
+        Task("unattended_upgrades", collect_unattended_upgrades),
+        Task("cron", collect_cron),
         # In the worker this is the document as it stands by then, with `packages` in it.
         Task("compilers", collect_compilers, facts),
         Task("cuda_toolkits", collect_cuda_toolkits, facts),
@@ -2436,6 +2592,8 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("files", collect_files, facts, request, limit_s=long_s),
         Task("releases", collect_releases, request, limit_s=long_s),
         Task("stored_models", collect_stored_models),
+        Task("baselines", collect_baselines),
+        Task("identity", collect_identity, request["identity"]),
         Task("health", collect_health, request["health"]),
         Task("gateway", collect_gateway),
     ]
@@ -2481,11 +2639,12 @@ def parse_request(argument: str) -> "Document":
         raise ProbeFailure(f"--request is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise ProbeFailure("--request is not a JSON object")
-    health = given.get("health")
     request = {key: strings(given.get(key)) for key in ("files", "models", "filesystems", "accounts")}  # type: Document
     for key in ("files", "models", "filesystems"):
         request[key] = [path for path in request[key] if path.startswith("/")]
-    request["health"] = {str(name): str(url) for name, url in health.items()} if isinstance(health, dict) else {}
+    for key in ("health", "identity"):
+        urls = given.get(key)
+        request[key] = {str(name): str(url) for name, url in urls.items()} if isinstance(urls, dict) else {}
     request["deep"] = given.get("deep") is True
     return request
 
