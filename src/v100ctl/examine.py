@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -23,6 +23,7 @@ from v100ctl.models.types import Known, ModelHeader, NotAModel
 from v100ctl.plan import Headers, HostPlan, plain_known, plan, present_instances, probe_request
 from v100ctl.plan.models import hub_url, model_path, model_specs, with_listings
 from v100ctl.probe import Connection, probe_hosts
+from v100ctl.probe.run import probe_each
 
 #: Called as each host answers, from the thread that asked it.
 OnDone = Callable[[str, Facts | V100ctlError], None]
@@ -61,23 +62,8 @@ def examine(
     A host that cannot be asked gets its ``error`` and never delays the others beyond ``access.timeout_s``.
     """
     hosts = with_hub_listings(hosts, timeout_s=access.timeout_s)
-    results: dict[str, Examined] = {}
-    items: dict[str, tuple[Connection, ProbeRequest]] = {}
+    items, results = _connections(hosts, access, deep=deep)
     by_name = {host.name: host for host in hosts}
-    for host in hosts:
-        try:
-            connection = Connection.from_vars(
-                host.name,
-                host.variables,
-                ask=access.secrets,
-                host_keys=access.host_keys,
-                confirm_host_key=access.confirm_host_key,
-            )
-        except V100ctlError as error:
-            results[host.name] = Examined(host, error=error)
-            continue
-        items[host.name] = (connection, probe_request(host.config, deep=deep))
-
     found = probe_hosts(items, forks=access.forks, timeout_s=access.timeout_s, on_done=on_done)
     reached = [by_name[name] for name, outcome in found.items() if not isinstance(outcome, V100ctlError)]
     headers = read_headers(reached, {name: connection for name, (connection, _) in items.items()}, access)
@@ -88,6 +74,48 @@ def examine(
         else:
             results[name] = decide(host, connection, outcome, headers=headers[name], as_of=as_of)
     return {host.name: results[host.name] for host in hosts}
+
+
+def examine_each(
+    hosts: Sequence[FleetHost], access: Access, *, as_of: date, deep: bool = False
+) -> Iterator[tuple[str, Examined]]:
+    """Like :func:`examine`, in one round trip for each host: what was not read of their models before is not read now.
+
+    Each host comes as soon as it has answered and is forgotten then: a thousand of them take no more memory than a few.
+    """
+    hosts = with_hub_listings(hosts, timeout_s=access.timeout_s)
+    items, failed = _connections(hosts, access, deep=deep)
+    by_name = {host.name: host for host in hosts}
+    headers = known_headers([by_name[name] for name in items])
+    yield from failed.items()
+    for name, outcome in probe_each(items, forks=access.forks, timeout_s=access.timeout_s):
+        host, connection = by_name[name], items[name][0]
+        if isinstance(outcome, V100ctlError):
+            yield name, Examined(host, connection, error=outcome)
+        else:
+            yield name, decide(host, connection, outcome, headers=headers[name], as_of=as_of)
+
+
+def _connections(
+    hosts: Sequence[FleetHost], access: Access, *, deep: bool
+) -> tuple[dict[str, tuple[Connection, ProbeRequest]], dict[str, Examined]]:
+    """The way to each host and what it is asked for; and the hosts to which there is none."""
+    items: dict[str, tuple[Connection, ProbeRequest]] = {}
+    failed: dict[str, Examined] = {}
+    for host in hosts:
+        try:
+            connection = Connection.from_vars(
+                host.name,
+                host.variables,
+                ask=access.secrets,
+                host_keys=access.host_keys,
+                confirm_host_key=access.confirm_host_key,
+            )
+        except V100ctlError as error:
+            failed[host.name] = Examined(host, error=error)
+            continue
+        items[host.name] = (connection, probe_request(host.config, deep=deep))
+    return items, failed
 
 
 def with_hub_listings(

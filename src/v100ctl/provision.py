@@ -15,6 +15,7 @@ from v100ctl.apply import ApplyResult, Reporter, run_playbook
 from v100ctl.apply import Secrets as AnsibleSecrets
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
 from v100ctl.examine import Examined, examine
+from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.locks import exclusive
 from v100ctl.paths import state_dir
@@ -37,6 +38,20 @@ class HostResult:
     message: str = ""
     hint: str | None = None
     proofs: Mapping[str, Completion] = field(default_factory=dict)
+    #: The roles that ran where not all of them were to; empty else.
+    roles: tuple[str, ...] = ()
+
+
+def fixable(finding: Finding) -> bool:
+    """Whether running its role mends it. Nobody else's things are touched, and a role waits for a server that hangs."""
+    return finding.kind != "external" and finding.layer != "service"
+
+
+def roles_that_mend(findings: Sequence[Finding]) -> tuple[str, ...]:
+    """The roles that mend these findings: those that they name, and the one that starts servers anew where that is needed."""
+    wanted = [finding for finding in findings if fixable(finding)]
+    restarting = {"llm_server"} if any(finding.restarts for finding in wanted) else set()
+    return tuple(sorted({finding.role for finding in wanted} | restarting))
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ def provision(
     force: bool = False,
     confirm: Confirm = lambda question: False,
     verbosity: int = 0,
+    named_roles: bool = False,
 ) -> ProvisionResult:
     """Bring every host of ``fleet`` to its plan.
 
@@ -79,6 +95,7 @@ def provision(
         force: Run the roles even where nothing differs.
         confirm: Asked before Python is installed on a host that has none.
         verbosity: Ansible's ``-v`` count.
+        named_roles: Run only the roles that the differences name.
 
     Raises:
         V100ctlError: more than one serving host would be restarted at once, or what the controller has to fetch cannot be had.
@@ -108,6 +125,7 @@ def provision(
         reporter.warning(f"{error.message}; {error.hint}")
 
     log_path: Path | None = None
+    roles = {name: roles_that_mend(examined[name].changes) for name in to_apply}
     if to_apply:
         if not check:
             _fetch([examined[name] for name in to_apply], reporter)
@@ -128,10 +146,12 @@ def provision(
                 verbosity=verbosity,
                 forks=access.forks,
                 # The plan of this very run: a run over midnight must not decide anew in the middle.
-                extra_vars={"v100ctl_as_of": as_of.isoformat()},
+                extra_vars={"v100ctl_as_of": as_of.isoformat(), **({"v100ctl_roles": roles} if named_roles else {})},
             )
         log_path = applied.log_path
         results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check)
+        if named_roles:
+            results |= {name: replace(results[name], roles=roles[name]) for name in to_apply}
     if not check:
         for name, result in list(results.items()):
             if result.status in ("unchanged", "changed"):
@@ -340,7 +360,7 @@ def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
                     session, plain_data(instance), PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS, timeout_s=PROOF_TIMEOUT_S
                 )
     except V100ctlError as error:
-        failed = HostResult("failed", result.examined, error.message, error.hint, proofs)
+        failed = HostResult("failed", result.examined, error.message, error.hint, proofs, result.roles)
         _report_failure(reporter, name, failed)
         return failed
-    return HostResult(result.status, result.examined, proofs=proofs)
+    return HostResult(result.status, result.examined, proofs=proofs, roles=result.roles)

@@ -63,14 +63,14 @@ def test_plan(name: str, code: int) -> None:
     ],
 )
 def test_audit(name: str, status: str, code: int) -> None:
-    report = AuditReport({"h1": STATES[name]})
+    report = AuditReport.of({"h1": STATES[name]})
     validate(report.to_json(), "audit")
     assert (report.status("h1"), report.exit_code) == (status, code)
 
 
 def test_the_worst_host_decides_the_exit_code() -> None:
-    assert AuditReport({"a": STATES["clean"], "b": STATES["bare"]}).exit_code == 2
-    assert AuditReport({"a": STATES["unreachable"], "b": STATES["bare"]}).exit_code == 1
+    assert AuditReport.of({"a": STATES["clean"], "b": STATES["bare"]}).exit_code == 2
+    assert AuditReport.of({"a": STATES["unreachable"], "b": STATES["bare"]}).exit_code == 1
     assert exit_code(plan_document({"a": STATES["refused"], "b": STATES["bare"]}, as_of=AS_OF)) == 1
 
 

@@ -34,7 +34,7 @@ def _practice(**changes: Any) -> Practice:
         elapsed_s=12.0,
         question="What is\x1b[31m it?",
         answer=Completion("It is\x07 Paris.", 5, 41.26, 0.2),
-        audit=AuditReport({HOST: state}),
+        audit=AuditReport.of({HOST: state}),
     )
 
 

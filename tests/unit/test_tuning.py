@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,10 @@ def test_cards_of_others_are_left_alone() -> None:
 def test_a_card_that_differs(variables: dict[str, Any], card: dict[str, Any], expected: str) -> None:
     decided = decide(**variables)
     assert findings(decided, facts(card)) == {expected: "pending"}
-    applied = {"document": {"files": {SETTINGS: {"sha256": "ab" * 32}}}, "problem": ""}
-    assert findings(decided, facts(card, host_json=applied)) == {expected: "drifted"}
+    (settings,) = (file for file in decided.files if file.path == SETTINGS)
+    for sha256, kind in ((hashlib.sha256(settings.content.encode()).hexdigest(), "drifted"), ("ab" * 32, "pending")):
+        applied = {"document": {"files": {SETTINGS: {"sha256": sha256}}}, "problem": ""}
+        assert findings(decided, facts(card, host_json=applied)) == {expected: kind}
 
 
 def test_what_a_driver_does_not_tell_is_no_difference() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import json
 import os
@@ -39,6 +40,7 @@ _MESSAGE_LINES = 12
 _MESSAGE_CHARACTERS = 4000
 _STDERR_LINES = 8
 _ITEMS_SHOWN = 3
+_MAX_CHANGES = 10000
 
 #: Inventory paths as Ansible's ``-i`` takes them, or an inventory document for hosts that are in no file.
 Inventory = Sequence[str | Path] | Mapping[str, Any]
@@ -66,6 +68,16 @@ class Failure:
     task: str
     message: str
     hint: str | None
+
+
+@dataclass(frozen=True)
+class TaskChange:
+    """One task that changed something on a host, or would with ``check``. ``diff`` is as Ansible tells it, cut to a length."""
+
+    host: str
+    role: str | None
+    task: str
+    diff: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,8 @@ class ApplyResult:
     failures: tuple[Failure, ...]
     results: Mapping[str, Mapping[str, Mapping[str, Any]]]
     log_path: Path
+    #: What changed, or with ``check`` would change, in the order in which it did.
+    changes: tuple[TaskChange, ...] = ()
 
     @property
     def succeeded(self) -> bool:
@@ -115,6 +129,7 @@ def run_playbook(
     *,
     reporter: Reporter,
     check: bool = False,
+    diff: bool = False,
     extra_vars: Mapping[str, Any] | None = None,
     passwords: Secrets | None = None,
     vault_arguments: Sequence[str] = (),
@@ -133,6 +148,7 @@ def run_playbook(
         reporter: Told of every step. A failed task is reported as :class:`Failure` once it is certain that no ``rescue``
             handles it, which is at the end.
         check: Changes nothing (``--check``).
+        diff: Tells in which lines files change (``--diff``); never of a secret.
         extra_vars: Data, no secrets: they are in a file that only this account can read while the playbook runs.
         passwords: Answers to what Ansible asks for.
         vault_arguments: ``--vault-password-file PATH``, ``--vault-id LABEL@PATH``, or ``--ask-vault-password``.
@@ -150,6 +166,7 @@ def run_playbook(
         with _private_dir() as private, _log(playbook.stem) as log, reporter.phase(title or _title(playbook, hosts)) as phase:
             try:
                 arguments, prompts = _arguments(private, playbook, hosts, check, passwords or Secrets(), vault_arguments)
+                arguments += ["--diff"] if diff else []
                 _write_private(private / "env" / "extravars", json.dumps(dict(extra_vars or {})))
                 log.write(f"# {shlex.join(['ansible-playbook', *arguments])}\n")
                 events = _Events(reporter, log, frozenset(capture))
@@ -364,6 +381,7 @@ class _Events:
         self._failed: list[Failure] = []
         self._unreachable: list[Failure] = []
         self._results: dict[str, dict[str, Mapping[str, Any]]] = {}
+        self._changes: list[TaskChange] = []
         # What Ansible said outside tasks, for when there are none.
         self._said: deque[str] = deque(maxlen=40)
         #: What went wrong in here; Ansible is stopped then.
@@ -414,6 +432,11 @@ class _Events:
             self._reporter.host_idle(host)
             if kind == "runner_on_ok" and task in self._capture:
                 self._results.setdefault(task, {})[host] = data.get("res") or {}
+            result = data.get("res") or {}
+            if kind == "runner_on_ok" and result.get("changed") and len(self._changes) < _MAX_CHANGES:
+                self._changes.append(
+                    TaskChange(clean_line(host), role and clean_line(role), clean_line(task), _diff_text(result.get("diff")))
+                )
 
     def result(self, return_code: int | None) -> ApplyResult:
         """Reports what failed and how each host ended, once Ansible has."""
@@ -450,7 +473,13 @@ class _Events:
                     where = f"{failure.role}: {failure.task}" if failure.role else failure.task
                     self._reporter.failure(host, where, failure.message, failure.hint)
             self._reporter.host_done(host, status, counts["changed"])
-        return ApplyResult(hosts=hosts, failures=tuple(failures), results=self._results, log_path=self._log.path)
+        return ApplyResult(
+            hosts=hosts,
+            failures=tuple(failures),
+            results=self._results,
+            log_path=self._log.path,
+            changes=tuple(self._changes),
+        )
 
     def _startup_error(self, return_code: int | None) -> ApplyError:
         said = [line for line in self._said if line.strip()]
@@ -464,6 +493,23 @@ class _Events:
             f"Ansible could not go on: {_bounded(text)}",
             hint=hint_for(text) or f"its full output is in `{self._log.path}`; it is safe to run again",
         )
+
+
+def _diff_text(diff: object) -> str:
+    """What Ansible says of a change, as lines: headers, then what was and what comes."""
+    pieces = diff if isinstance(diff, list) else [diff]
+    lines: list[str] = []
+    for piece in pieces:
+        if not isinstance(piece, Mapping):
+            continue
+        if isinstance(piece.get("prepared"), str):
+            lines += piece["prepared"].splitlines()
+            continue
+        before, after = (
+            value if isinstance(value, str) else json.dumps(value) for value in (piece.get("before"), piece.get("after"))
+        )
+        lines += list(difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=1))[2:]
+    return clean("\n".join(lines))[:_MESSAGE_CHARACTERS]
 
 
 _STATS = ("ok", "changed", "failures", "dark", "skipped", "rescued", "ignored", "processed")

@@ -7,8 +7,11 @@ import difflib
 import io
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +22,11 @@ from v100ctl.compare import Finding
 from v100ctl.examine import Examined
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import GpuBudget, Instance, Release
+
+if TYPE_CHECKING:
+    from v100ctl.audit import AuditReport
+    from v100ctl.audit.fix import HostFix
+    from v100ctl.audit.since import Since
 
 _SEVERITY_STYLE = {"refuse": "bold red", "warn": "yellow", "info": "dim", "error": "red", "critical": "bold red"}
 _WIDE_ENOUGH = 120
@@ -100,6 +108,65 @@ def findings_table(findings: Iterable[Finding]) -> Table:
     return table
 
 
+_STATUS_STYLE = {"clean": "green", "drift": "yellow", "error": "bold red", "unreachable": "bold red"}
+#: Layers in the order in which they build on each other.
+_LAYERS = ("package", "driver", "file", "unit", "process", "hardware", "service")
+
+
+def print_audit(
+    out: Out, report: AuditReport, *, since: Since | None = None, fixed: Mapping[str, HostFix] = MappingProxyType({})
+) -> None:
+    """A report by host and layer. With ``since`` only what is new, and what has gone."""
+    for name, host in report.hosts.items():
+        probe = f"  (probe {host.probe_ms:.0f} ms)" if host.probe_ms is not None else ""
+        out.print(Text.assemble((clean_line(name), "bold"), "  ", (host.status, _STATUS_STYLE[host.status]), probe))
+        if name in fixed:
+            roles = f" by {', '.join(fixed[name].roles)}" if fixed[name].roles else ""
+            reason = f": {clean_line(fixed[name].message)}" if fixed[name].message else ""
+            out.print(Text(f"  mended{roles}, {fixed[name].status}{reason}", style="dim"))
+        if host.error:
+            out.print(Text(f"  error: {clean(host.error)}"))
+        if host.hint:
+            out.print(Text(f"  hint: {clean(host.hint)}"))
+        findings: Sequence[Finding] = host.findings
+        if since is not None:
+            findings = [finding for finding in findings if finding.id in since.new.get(name, ())]
+            out.print(Text(f"  {len(findings)} new, {len(since.gone.get(name, ()))} gone", style="dim"))
+            for identifier in since.gone.get(name, ()):
+                out.print(Text(f"  gone: {clean_line(identifier)}", style="green"))
+        for layer in _LAYERS:
+            for number, finding in enumerate(item for item in findings if item.layer == layer):
+                if number == 0:
+                    out.print(Text(f"  {layer}", style="bold"))
+                _print_finding(out, finding)
+    _print_totals(out, report)
+
+
+def _print_finding(out: Out, finding: Finding) -> None:
+    style = _SEVERITY_STYLE.get(finding.severity, "")
+    out.print(
+        Text.assemble("    ", (f"{finding.severity:<8}", style), f" {clean_line(finding.id)}", (f"  {finding.kind}", "dim"))
+    )
+    if "\n" in finding.expected or "\n" in finding.actual:
+        _print_diff(out, finding.actual, finding.expected)
+    else:
+        out.print(Text(f"        expected: {shorten(finding.expected, _DETAIL)}"))
+        out.print(Text(f"        actual:   {shorten(finding.actual, _DETAIL)}"))
+    out.print(Text(f"        fix:      {clean_line(finding.fix)}", style="dim"))
+
+
+def _print_totals(out: Out, report: AuditReport) -> None:
+    if len(report.hosts) < 2:
+        return
+    statuses = Counter(host.status for host in report.hosts.values())
+    kinds = Counter(finding.kind for host in report.hosts.values() for finding in host.findings)
+    words = [f"{count} {status}" for status, count in statuses.items()]
+    words += [f"{count} {kind}" for kind, count in sorted(kinds.items())]
+    out.print(Text(f"{len(report.hosts)} hosts: {', '.join(words)}", style="bold"))
+
+
+#: Characters of one side of a finding that is one line.
+_DETAIL = 200
 #: Diff lines of one change that are shown; a new file of hundreds of lines would hide everything else.
 _DIFF_LINES = 60
 

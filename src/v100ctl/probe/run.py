@@ -9,7 +9,7 @@ import re
 import shlex
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -27,6 +27,9 @@ DEFAULT_TIMEOUT_S = 60.0
 INSTALL_TIMEOUT_S = 600.0
 #: How long past its time limit a host may take to notice that it is over.
 _GRACE_S = 2.0
+#: After this long without an answer a host no longer counts among those that are asked at a time, up to so many of them.
+_PATIENCE_S = 4.0
+_MAX_THREADS = 256
 
 HOST_SCRIPT = Path(host_script.__file__)
 
@@ -238,10 +241,7 @@ def probe_hosts(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_done: Callable[[str, Facts | V100ctlError], None] | None = None,
 ) -> dict[str, Facts | V100ctlError]:
-    """Look at many hosts at once.
-
-    A host that gives no answer within ``timeout_s`` is given up; if its thread is stuck, another takes its place, so that it
-    delays none of the others.
+    """Look at many hosts at once and keep what all of them say; see :func:`probe_each`.
 
     Args:
         items: Connection and request by host.
@@ -252,10 +252,30 @@ def probe_hosts(
     Returns:
         Facts or the error, by host, in the order of ``items``.
     """
+    results: dict[str, Facts | V100ctlError] = {}
+    for host, outcome in probe_each(items, forks=forks, timeout_s=timeout_s):
+        results[host] = outcome
+        if on_done is not None:
+            on_done(host, outcome)
+    return {host: results[host] for host in items}
+
+
+def probe_each(
+    items: Mapping[str, tuple[Connection, ProbeRequest]], *, forks: int = DEFAULT_FORKS, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[tuple[str, Facts | V100ctlError]]:
+    """Look at many hosts at once; each comes as soon as it has answered, and nothing of it is kept here.
+
+    A host that gives no answer within ``timeout_s`` is given up; if its thread is stuck, another takes its place. One that is
+    silent for a few seconds does not keep the next from its turn, so that a rack without power delays none of the others.
+
+    Args:
+        items: Connection and request by host.
+        forks: How many at a time.
+        timeout_s: For each host.
+    """
     waiting = deque(items)
     running: dict[str, Deadline] = {}
     answers: queue.SimpleQueue[tuple[str, Facts | V100ctlError | BaseException]] = queue.SimpleQueue()
-    results: dict[str, Facts | V100ctlError] = {}
 
     def look(host: str, deadline: Deadline) -> None:
         try:
@@ -263,25 +283,22 @@ def probe_hosts(
         except BaseException as error:  # the caller's thread decides what it means
             answers.put((host, error))
 
-    def finish(host: str, outcome: Facts | V100ctlError) -> None:
-        del running[host]
-        results[host] = outcome
-        if on_done is not None:
-            on_done(host, outcome)
-
     while waiting or running:
-        while waiting and len(running) < max(1, forks):
+        silent = sum(timeout_s - deadline.remaining_s() > _PATIENCE_S for deadline in running.values())
+        while waiting and len(running) - silent < max(1, forks) and len(running) < max(_MAX_THREADS, forks):
             host = waiting.popleft()
             running[host] = Deadline(timeout_s)
             # Not a pool: its threads are waited for at exit, and one may hang in a name lookup.
             threading.Thread(target=look, args=(host, running[host]), name=f"probe {host}", daemon=True).start()
+        wait_s = min(deadline.remaining_s() for deadline in running.values()) + _GRACE_S
         with contextlib.suppress(queue.Empty):
-            host, outcome = answers.get(timeout=min(deadline.remaining_s() for deadline in running.values()) + _GRACE_S)
+            host, outcome = answers.get(timeout=min(wait_s, 0.5) if waiting else wait_s)
             if not isinstance(outcome, Facts | V100ctlError):
                 raise outcome
             # One that was given up may still answer: too late.
             if host in running:
-                finish(host, outcome)
+                del running[host]
+                yield host, outcome
         for host in [host for host, deadline in running.items() if deadline.overdue_s() > _GRACE_S]:
-            finish(host, UnreachableError(f"{host}: no answer within {timeout_s:g} s", hint="look at it by hand"))
-    return {host: results[host] for host in items}
+            del running[host]
+            yield host, UnreachableError(f"{host}: no answer within {timeout_s:g} s", hint="look at it by hand")

@@ -21,3 +21,17 @@ def last_line(raw: bytes | str, limit: int = 200) -> str:
     text = raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else raw
     lines = [line for line in text.splitlines() if line.strip()]
     return printable(lines[-1], limit) if lines else ""
+
+
+def escaped(raw: str, limit: int, *, lines: bool = False) -> str:
+    """At most ``limit`` characters of a text, as :func:`printable` has them; with ``lines`` its newlines and tabs stay."""
+    kept = "\n\t" if lines else ""
+    text = raw if len(raw) <= limit else f"{raw[:limit]}... and {len(raw) - limit} more characters"
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character in kept or character.isprintable()
+        else character.encode("unicode_escape", "backslashreplace").decode("ascii")
+        for character in text
+    )
