@@ -61,7 +61,8 @@ class HostAudit:
         findings = bounded(state.findings)
         if state.error is not None:
             status: HostAuditStatus = "unreachable" if isinstance(state.error, UnreachableError) else "error"
-            return cls(status, error=escaped(state.error.message, MAX_TEXT_CHARACTERS), hint=state.error.hint and escaped(state.error.hint, MAX_TEXT_CHARACTERS))
+            hint = state.error.hint and escaped(state.error.hint, MAX_TEXT_CHARACTERS)
+            return cls(status, error=escaped(state.error.message, MAX_TEXT_CHARACTERS), hint=hint)
         refusals = [rule for rule in state.plan.rules if rule.severity == "refuse"] if state.plan is not None else []
         return cls(
             status="error" if refusals else "drift" if findings else "clean",
