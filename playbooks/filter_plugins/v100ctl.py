@@ -145,6 +145,12 @@ def toolkit(hostvars: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, 
     return result
 
 
+def history_record(decided: Mapping[str, Any]) -> dict[str, Any]:
+    """What the host files of a plan that it serves by, so that it can go back to it."""
+    result: dict[str, Any] = _module("v100ctl.history").record_document(_plain(decided))
+    return result
+
+
 def restarts(decided: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     """The instances whose process does not run, or runs something else than the plan says."""
     return list(_module("v100ctl.compare").restarts(_plain(decided), _plain(facts)))
@@ -198,6 +204,7 @@ class FilterModule:
         return {
             "v100ctl_header_script": _explained(header_script),
             "v100ctl_headers": _explained(headers),
+            "v100ctl_history_record": _explained(history_record),
             "v100ctl_judge": _explained(judge),
             "v100ctl_models_on_host": _explained(models_on_host),
             "v100ctl_package_file": _explained(package_file),

@@ -21,7 +21,7 @@ from v100ctl.locks import exclusive
 from v100ctl.paths import state_dir
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
-from v100ctl.probe.connection import ConfirmHostKey
+from v100ctl.probe.connection import ConfirmHostKey, Connection
 from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ask
 
 HostStatus = Literal["unchanged", "changed", "would-change", "refused", "unreachable", "failed"]
@@ -182,15 +182,18 @@ def alone_on(states: Sequence[Examined], reporter: Reporter) -> Iterator[None]:
             def waiting(name: str = state.host.name) -> None:
                 reporter.note(f"another v100ctl is provisioning {name}; waiting for it")
 
-            held.enter_context(exclusive(state_dir() / "locks" / _lock_name(state), waiting))
+            held.enter_context(exclusive(lock_path(state.host, state.connection), waiting))
         yield
 
 
 def _lock_name(state: Examined) -> str:
-    """A file name for the host, by where it is and not by what an inventory calls it."""
-    connection = state.connection
-    where = f"{connection.address}:{connection.port}" if connection and connection.kind == "ssh" else state.host.name
-    return hashlib.sha256(where.encode()).hexdigest()[:24]
+    return lock_path(state.host, state.connection).name
+
+
+def lock_path(host: FleetHost, connection: Connection | None) -> Path:
+    """The lock file of a host, named by where the host is and not by what an inventory calls it."""
+    where = f"{connection.address}:{connection.port}" if connection and connection.kind == "ssh" else host.name
+    return state_dir() / "locks" / hashlib.sha256(where.encode()).hexdigest()[:24]
 
 
 def _count(number: int, noun: str) -> str:

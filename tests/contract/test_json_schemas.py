@@ -16,10 +16,19 @@ from v100ctl.errors import ProbeError, UnreachableError
 from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
 from v100ctl.fleet import FleetHost
+from v100ctl.history import History, Restored, State
 from v100ctl.plan.report import exit_code, plan_document
 from v100ctl.plan.types import Rule
 from v100ctl.provision import HostResult, ProvisionResult
 from v100ctl.recovery import RecoverResult, Recovery
+from v100ctl.rollback import (
+    HostHistory,
+    HostRollback,
+    histories_document,
+    histories_exit_code,
+    rollback_document,
+    rollback_exit_code,
+)
 from v100ctl.serving import Completion
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
@@ -109,3 +118,28 @@ def test_recover(recovery: Recovery, code: int) -> None:
     result = RecoverResult({"h1": recovery})
     validate(result.to_json(), "recover")
     assert result.exit_code == code
+
+
+STATE = State("20261130T041500Z", "0123456789abcdef", None, ("b11434-cpu-1",), ("/m/x.gguf",), {"chat": "abcd"})
+
+
+def test_history() -> None:
+    found = {
+        "a": HostHistory(History((STATE,), STATE.id, None)),
+        "b": HostHistory(error=UnreachableError("no route")),
+    }
+    validate(histories_document(found), "history")
+    assert histories_exit_code(found) == 1
+
+
+def test_rollback() -> None:
+    done = Restored(STATE.id, True, ("chat",), (), ("/etc/x",), {"chat": Completion("ready", 2, 31.5, 0.0)})
+    results = {
+        "a": HostRollback("restored", STATE, done),
+        "b": HostRollback("would-restore", STATE, done),
+        "c": HostRollback("skipped", STATE, message="left as it is"),
+        "d": HostRollback("failed", message="no history"),
+    }
+    validate(rollback_document(results), "rollback")
+    assert rollback_exit_code(results) == 1
+    assert rollback_exit_code({"b": results["b"]}) == 2

@@ -200,6 +200,30 @@ def test_a_command_line_that_the_engine_refuses_leaves_its_server_as_it_is(lab_h
     assert (done.code, done.document["hosts"][lab_host.name]["status"]) == (0, "unchanged"), done.err
 
 
+def test_the_host_goes_back_to_what_it_served_before(lab_host: RunningHost, inventory: Path) -> None:
+    done = v100ctl("history", lab_host.name, "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    remembered = done.document["hosts"][lab_host.name]
+    # The runs between that changed nothing, and the one that mended what had drifted, left no state of their own.
+    newest, first = remembered["states"]
+    assert (remembered["current"], remembered["previous"]) == (newest["id"], first["id"])
+    done = v100ctl("rollback", lab_host.name, "-i", inventory, "--check", "--json")
+    assert (done.code, done.document["hosts"][lab_host.name]["restarted"]) == (2, ["chat"]), done.err
+    done = v100ctl("rollback", lab_host.name, "-i", inventory, "--yes", "--json")
+    assert done.code == 0, done.err
+    result = done.document["hosts"][lab_host.name]
+    assert (result["status"], result["to"], result["restarted"]) == ("restored", first["id"], ["chat"])
+    assert result["proofs"]["chat"]["tokens"] > 0
+    assert "--parallel 1" in on_host(lab_host, f"cat {UNIT_FILE}")
+    # The inventory still wants the other one, and gets it with the next run.
+    assert v100ctl("plan", "-i", inventory).code == 2
+    assert v100ctl("provision", "-i", inventory).code == 0
+    done = v100ctl("history", "-i", inventory, "--json")
+    states = done.document["hosts"][lab_host.name]["states"]
+    assert [state["state"] for state in states] == [newest["state"], first["state"], newest["state"], first["state"]]
+    assert on_host(lab_host, "stat -c %a /var/lib/v100ctl/state/history/*.json").split() == ["600"] * 4
+
+
 def test_an_instance_that_is_absent_is_removed(lab_host: RunningHost, inventory: Path) -> None:
     write_variables(inventory, serving_variables(state="absent"))
     done = v100ctl("provision", "-i", inventory, "--json")

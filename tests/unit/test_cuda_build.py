@@ -171,7 +171,8 @@ class TestPrune:
 
     def _prune(self, engines: Path, *options: str) -> list[str]:
         keep = ["--keep", str(engines / "b4")]
-        done = run_script("prune", *keep, "--units", engines.parent / "units", *options)
+        folders = ["--units", engines.parent / "units", "--history", engines.parent / "history"]
+        done = run_script("prune", *keep, *folders, *options)
         assert done.returncode == 0, done.stderr
         answer = json.loads(done.stdout)
         assert answer["changed"] is bool(answer["removed"])
@@ -189,6 +190,14 @@ class TestPrune:
         unit.write_text(f"[Service]\nExecStart={engines}/b2/bin/llama-server\n")
         assert self._prune(engines) == ["b1", "b3"]
         assert sorted(path.name for path in engines.iterdir()) == ["b2", "b4"]
+
+    def test_the_last_two_good_states_can_be_gone_back_to(self, engines: Path) -> None:
+        (engines.parent / "history").mkdir()
+        for number in (1, 2, 3, 2):
+            document = {"state": f"s{number}", "releases": [{"path": f"{engines}/b{number}"}]}
+            count = len(list((engines.parent / "history").iterdir()))
+            (engines.parent / f"history/20261130T00000{count}Z.json").write_text(json.dumps(document))
+        assert self._prune(engines) == ["b1"]
 
     def test_what_a_killed_run_was_removing_goes(self, engines: Path) -> None:
         (engines / "b1").rename(engines / ".removed-b1")

@@ -306,6 +306,7 @@ def nobody_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No process, unit or plan names a release; what is returned is the applied plan's path."""
     monkeypatch.setattr(script, "UNITS", tmp_path / "units")
     monkeypatch.setattr(script, "HOST_JSON", tmp_path / "host.json")
+    monkeypatch.setattr(script, "HISTORY", tmp_path / "history")
     return tmp_path / "host.json"
 
 
@@ -329,6 +330,19 @@ def test_what_was_applied_is_the_one_before(engines: Path, nobody_uses: Path) ->
         make_release(engines, build_id, age)
     nobody_uses.write_text(json.dumps({"releases": [{"path": f"{engines}/mine-a"}]}))
     assert script.prune(engines, ["mine-c"], dry_run=False)["removed"] == ["mine-b"]
+
+
+def test_the_last_two_good_states_can_be_gone_back_to(engines: Path, nobody_uses: Path) -> None:
+    history = nobody_uses.parent / "history"
+    history.mkdir()
+    for age, build_id in enumerate(["mine-e", "mine-d", "mine-c", "mine-b", "mine-a"]):
+        make_release(engines, build_id, age)
+    # The last one was gone back to: it is the same state as an earlier one.
+    for number, build_id in enumerate(["mine-a", "mine-b", "mine-c", "mine-b"]):
+        document = {"state": build_id, "releases": [{"path": f"{engines}/{build_id}"}]}
+        (history / f"20261130T00000{number}Z.json").write_text(json.dumps(document))
+    (history / "20261130T000009Z.json").write_text("{")
+    assert script.prune(engines, ["mine-e"], dry_run=False)["removed"] == ["mine-a", "mine-d"]
 
 
 @pytest.mark.usefixtures("nobody_uses")

@@ -53,6 +53,8 @@ NOBODY = 65534
 SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 HOST_JSON = Path("/etc/v100ctl/host.json")
 UNITS = Path("/etc/systemd/system")
+#: The last states that the host has served by: TIMESTAMP.json.
+HISTORY = Path("/var/lib/v100ctl/state/history")
 #: ``e_machine`` of an ELF header, by the kernel's name of the machine.
 ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "ppc64le": 21}
 
@@ -545,8 +547,19 @@ def _lay_out(spec: JsonObject, source: Path, dest: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------------- pruning
 
 
+def _good_states() -> Iterator[str]:
+    """The last two states that the host has served by and can go back to."""
+    found = {}  # type: dict[str, str]
+    for path in sorted(HISTORY.glob("*.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found.setdefault(json.loads(text)["state"], text)
+    yield from list(found.values())[:2]
+
+
 def _texts_that_name_releases() -> Iterator[str]:
-    """What refers to releases by their paths: the applied plan, units, and what processes run and have loaded."""
+    """What refers to releases by their paths: the applied plan, good states, units, and what processes run and have loaded."""
+    yield from _good_states()
     for path in (HOST_JSON, *sorted(UNITS.glob("v100-*.service"))):
         with contextlib.suppress(OSError):
             yield path.read_text(encoding="utf-8", errors="replace")

@@ -14,7 +14,7 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
 ``verify --release DIR [--sizes]``
     ``{"sound": true|false, "problem"}``, exit status 1 when it is not. ``--sizes`` trusts sizes instead of hashing.
 
-``prune --keep DIR [--keep DIR ...] [--units DIR] [--check]``
+``prune --keep DIR [--keep DIR ...] [--units DIR] [--history DIR] [--check]``
     Removes older releases beside those of ``--keep``: what a unit or a process uses stays, and else the newest one.
     ``{"changed", "removed"}``; with ``--check`` nothing is done.
 ``patches-digest --patches DIR``
@@ -68,6 +68,9 @@ PROGRAM_TIMEOUT_S = 60
 DRIVER_LIBRARY = "libcuda.so.1"
 #: The most that compiled objects may take in the build host's own ccache.
 CCACHE_SIZE = "4G"
+
+#: The last states that the host has served by: TIMESTAMP.json.
+HISTORY = Path("/var/lib/v100ctl/state/history")
 
 JsonObject = Dict[str, Any]
 
@@ -464,16 +467,28 @@ def install(archive: Path, sha256: str, release: Path) -> JsonObject:
         os.close(holder)
 
 
-def prune(keep: Sequence[Path], units: Path, check: bool) -> JsonObject:
+def good_states(history: Path) -> list[str]:
+    """The last two states, as texts, that the host has served by and can go back to; each is named in them by its path."""
+    found = {}  # type: Dict[str, str]
+    for path in sorted(history.glob("*.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            found.setdefault(json.loads(text)["state"], text)
+    return list(found.values())[:2]
+
+
+def prune(keep: Sequence[Path], units: Path, check: bool, history: Path = HISTORY) -> JsonObject:
     """Removes releases that nothing needs from the folder that holds those of ``keep``, which stay.
 
-    So does what a unit of ours names or a process runs from. Where that is nothing else, the newest one stays: the one before.
+    So does what a unit of ours or one of the last good states names, or a process runs from. Where that is nothing else, the
+    newest one stays: the one before.
     """
     (parent,) = {path.parent for path in keep}
     if not parent.is_dir():
         return {"changed": False, "removed": []}
     used = {path.name for path in keep}
     texts = [unit.read_text(encoding="utf-8", errors="replace") for unit in units.glob("v100-*.service")]
+    texts += good_states(history)
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
@@ -1433,6 +1448,7 @@ def main(arguments: Sequence[str]) -> int:
         if verb == "prune":
             sub.add_argument("--keep", type=Path, action="append", required=True)
             sub.add_argument("--units", type=Path, default=Path("/etc/systemd/system"))
+            sub.add_argument("--history", type=Path, default=HISTORY)
             sub.add_argument("--check", action="store_true")
         if verb in ("start", "run"):
             sub.add_argument("--patches", type=Path)
@@ -1446,7 +1462,7 @@ def main(arguments: Sequence[str]) -> int:
         if given.verb == "start":
             answer = start(given.spec, given.archive, given.work, given.patches)
         elif given.verb == "prune":
-            answer = prune(given.keep, given.units, given.check)
+            answer = prune(given.keep, given.units, given.check, given.history)
         elif given.verb == "patches-digest":
             digest, patches = patches_digest(given.patches)
             answer = {"sha256": digest, "names": patches}

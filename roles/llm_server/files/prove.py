@@ -1,3 +1,4 @@
+# Managed by v100ctl. Changes are overwritten.
 """Asks an instance one question and looks whether it computes where it shall. Prints one JSON object; changes nothing.
 
 Runs on the host with its own Python (3.8 or later). What the answer is worth is judged by who called: here is seen what only the

@@ -1,3 +1,4 @@
+# Managed by v100ctl. Changes are overwritten.
 """Says in one JSON object whether a unit serves. Runs on the host with its own Python (3.8 or later); changes nothing.
 
 ``state`` is ``done`` (the unit is active and its health path answers 200), ``failed`` (waiting longer is useless) or ``running``.

@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("v100ctl.cli.init", "Make a fleet folder to start from."),
     "plan": ("v100ctl.cli.plan", "Show what would change on which host and why; touch nothing."),
     "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
+    "rollback": ("v100ctl.cli.rollback", "Bring a host back to its previous good state, and prove it."),
+    "history": ("v100ctl.cli.history", "Show what was applied to a host and proved, and when."),
     "recover": ("v100ctl.cli.recover", "Bring a host's cards back without a reboot, or say what alone helps."),
     "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
     "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),

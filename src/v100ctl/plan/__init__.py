@@ -44,7 +44,7 @@ from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, li
 from v100ctl.plan.rules.instance import fleet_of_one_rules
 from v100ctl.plan.rules.store import store_rules
 from v100ctl.plan.types import Account, CudaDecision, Directory, HostPlan, Rule, Unit, describe, plain_data
-from v100ctl.plan.units import BASELINES_DIR, DIGEST_VARIABLE, LIMIT_NOFILE, local_url, unit_name
+from v100ctl.plan.units import BASELINES_DIR, DIGEST_VARIABLE, HISTORY_DIR, LIMIT_NOFILE, local_url, unit_name
 
 __all__ = [
     "DIGEST_VARIABLE",
@@ -225,6 +225,7 @@ def _directories() -> tuple[Directory, ...]:
         Directory(MODELS_DIR),
         Directory(f"{account.home}/state"),
         Directory(BASELINES_DIR),
+        Directory(HISTORY_DIR, mode="0700"),
     )
 
 

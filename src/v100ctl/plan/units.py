@@ -33,11 +33,16 @@ DIGEST_VARIABLE = "V100CTL_INSTANCE_DIGEST"
 TOLD_VARIABLES = ("V100CTL_", "CUDA_", "OMP_")
 PROGRAMS_DIR = "/opt/v100ctl/llm_server"
 CHECK_PROGRAM = f"{PROGRAMS_DIR}/check_start.py"
+#: Keeps the history and goes back in it, with the two below: a host does so without its controller.
+GO_BACK_PROGRAM = f"{PROGRAMS_DIR}/go_back.py"
+PROGRAMS = (CHECK_PROGRAM, GO_BACK_PROGRAM, f"{PROGRAMS_DIR}/prove.py", f"{PROGRAMS_DIR}/readiness.py")
+#: What was applied and proved, by time: TIMESTAMP.json.
+HISTORY_DIR = "/var/lib/v100ctl/state/history"
 #: Not `v100-NAME.service`: such a unit is an instance.
 DEVICES_UNIT = "v100ctl-devices.service"
 LOGIN_LIMITS = "/etc/security/limits.d/90-v100ctl.conf"
 #: Every file that serving needs beside those of instances, for the probe to look at.
-FILES = (CHECK_PROGRAM, f"/etc/systemd/system/{DEVICES_UNIT}", LOGIN_LIMITS)
+FILES = (*PROGRAMS, f"/etc/systemd/system/{DEVICES_UNIT}", LOGIN_LIMITS)
 
 
 def unit_name(instance: str) -> str:
@@ -158,15 +163,16 @@ def render_unit(
 
 
 @functools.cache
-def _program() -> str:
-    return (content_dir() / "roles/llm_server/files/check_start.py").read_text(encoding="utf-8")
+def _program(path: str) -> str:
+    return (content_dir() / "roles/llm_server/files" / path.rpartition("/")[2]).read_text(encoding="utf-8")
 
 
 def shared_files(facts: Facts, instances: Collection[Instance]) -> tuple[ManagedFile, ...]:
     """The files that instances share."""
     if not instances:
         return ()
-    files = [ManagedFile(CHECK_PROGRAM, _program(), ROLE, mode="0755"), ManagedFile(LOGIN_LIMITS, login_limits(facts), ROLE)]
+    files = [ManagedFile(path, _program(path), ROLE, mode="0755") for path in PROGRAMS]
+    files.append(ManagedFile(LOGIN_LIMITS, login_limits(facts), ROLE))
     if any(instance.gpus for instance in instances):
         files.append(ManagedFile(f"/etc/systemd/system/{DEVICES_UNIT}", render("systemd/devices.service.j2"), ROLE))
     return tuple(files)
