@@ -40,3 +40,43 @@ def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
         yield
     finally:
         os.close(descriptor)
+
+
+class Held(Exception):
+    """Somebody else holds the lock. ``note`` is what they left in it."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(note)
+        self.note = note
+
+
+@contextmanager
+def try_exclusive(path: Path, note: str) -> Iterator[None]:
+    """Holds ``path`` locked inside the ``with`` block, or does not wait for who does.
+
+    Args:
+        path: The lock file, as of :func:`exclusive`.
+        note: What others are told meanwhile.
+
+    Raises:
+        Held: somebody else holds it.
+        V100ctlError: the lock file cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise V100ctlError(
+            f"{error.filename or path} cannot be written: {error.strerror}",
+            hint="set $HOME or $XDG_STATE_HOME to a folder that you may write",
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Held(os.read(descriptor, 4096).decode("utf-8", "replace")) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, note.encode())
+        yield
+    finally:
+        os.close(descriptor)

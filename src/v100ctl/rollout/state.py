@@ -1,0 +1,278 @@
+"""What a rollout writes down as it goes, so that a crash of the controller loses nothing.
+
+One file a rollout, replaced whole at each step. Who holds the lock of a host is rolling it out right now; a file that is not
+finished without a lock is one whose controller died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from v100ctl.errors import V100ctlError
+from v100ctl.locks import Held, try_exclusive
+from v100ctl.paths import state_dir
+
+SCHEMA = "v100ctl/rollout/1"
+#: Finished rollouts that are kept.
+KEPT = 20
+
+#: Where a host is. The four behind ``applying`` are steps of one that goes well; ``returning`` is on its way back.
+Phase = Literal[
+    "waiting", "draining", "applying", "proving", "opening", "settling", "done", "returning", "returned", "lost", "untouched"
+]
+#: Where nothing is under way.
+AT_REST: frozenset[str] = frozenset({"waiting", "done", "returned", "untouched"})
+Status = Literal["running", "done", "stopped", "aborted"]
+
+
+class RolloutError(V100ctlError):
+    """A rollout cannot be started, or not be gone on with."""
+
+
+@dataclass
+class Event:
+    """One step of one host: when it began, how long it took, and what was wrong (empty: nothing)."""
+
+    step: str
+    at: str
+    elapsed_s: float
+    problem: str = ""
+
+
+@dataclass
+class HostState:
+    """One host of a rollout.
+
+    Attributes:
+        name: In the inventory.
+        address: What its lock is named by.
+        wanted: A digest of the plan that it shall get.
+        changes: What changes there, in words.
+        roles: The roles that make it so.
+        restarts: Instances that are restarted.
+        reboots: Whether its driver changes, which may need a reboot.
+        phase: Where it is.
+        good: The state in its history that it goes back to; ``None`` while that is not known, or where there is none.
+        before: Tokens per second of each instance just before, at rest.
+        after: The same, afterwards.
+        problem: The gate that failed.
+        events: What was done, in order.
+    """
+
+    name: str
+    address: str = ""
+    wanted: str = ""
+    changes: list[str] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)
+    restarts: list[str] = field(default_factory=list)
+    reboots: bool = False
+    phase: Phase = "waiting"
+    good: str | None = None
+    before: dict[str, float] | None = None
+    after: dict[str, float] | None = None
+    problem: str = ""
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def serves_meanwhile(self) -> bool:
+        """Whether nothing that serves there is disturbed."""
+        return not self.restarts and not self.reboots
+
+
+@dataclass
+class Options:
+    """How careful a rollout is. ``min_speed`` is a share; ``batch`` is a number or a share of the hosts (``25%``)."""
+
+    canary: int = 1
+    batch: str = "25%"
+    max_failed: int = 0
+    min_speed: float = 0.9
+    drain_limit_s: float = 600.0
+    settle_s: float = 10.0
+    return_limit_s: float = 900.0
+    start_limit_s: int | None = None
+
+
+@dataclass
+class Rollout:
+    """A rollout: its hosts by name, and in which batches they change."""
+
+    id: str
+    owner: str
+    started: str
+    as_of: str
+    options: Options
+    hosts: dict[str, HostState]
+    batches: list[list[str]]
+    status: Status = "running"
+    prepared: bool = False
+    ended: str | None = None
+
+    @property
+    def failed(self) -> list[str]:
+        """Hosts whose gate failed."""
+        return [name for name, host in self.hosts.items() if host.problem]
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether something is left to be gone on with, or to be brought back."""
+        return self.status == "running" or any(host.phase not in AT_REST for host in self.hosts.values())
+
+    @property
+    def exit_code(self) -> int:
+        """0 where every host got what was planned."""
+        return 0 if all(host.phase == "done" for host in self.hosts.values()) else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The document ``v100ctl/rollout/1``."""
+        return {"schema": SCHEMA, **asdict(self), "exit_code": self.exit_code}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Rollout:
+        """What :meth:`to_json` made."""
+        values = {key: value for key, value in document.items() if key not in ("schema", "exit_code")}
+        values["options"] = Options(**values["options"])
+        values["hosts"] = {
+            name: HostState(**{**host, "events": [Event(**event) for event in host["events"]]})
+            for name, host in values["hosts"].items()
+        }
+        return cls(**values)
+
+
+def owner() -> str:
+    """Who does this, and where: ``user@host``."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        # An account without a name, as in a container.
+        name = str(os.getuid())
+    return f"{name}@{socket.gethostname()}"
+
+
+def now() -> str:
+    """The time, in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def age(since: str) -> str:
+    """How long ago, in words."""
+    from v100ctl.apply.reporter import format_duration
+
+    with contextlib.suppress(ValueError):
+        return format_duration(max(0.0, (datetime.now(UTC) - datetime.fromisoformat(since)).total_seconds()))
+    return "an unknown time"
+
+
+def in_batches(names: Sequence[str], options: Options, most: int) -> list[list[str]]:
+    """The canary, then the rest in batches. ``most``: so many at once leave somebody to serve.
+
+    Raises:
+        RolloutError: ``batch`` is neither a number nor a share.
+    """
+    match = re.fullmatch(r"([0-9]+)(%?)", options.batch.strip())
+    if match is None or int(match[1]) < 1:
+        raise RolloutError(f"`--batch {options.batch}`: write it as a number of hosts or as a share, such as `25%`")
+    size = -(-len(names) * int(match[1]) // 100) if match[2] else int(match[1])
+    size = max(1, min(size, most))
+    canary = min(options.canary, len(names))
+    rest = list(names[canary:])
+    first = [list(names[:canary][start : start + max(1, most)]) for start in range(0, canary, max(1, most))]
+    return [*first, *(rest[start : start + size] for start in range(0, len(rest), size))]
+
+
+# --- on the disk --------------------------------------------------------------------------------------------------------------
+
+
+def folder() -> Path:
+    """Where rollouts are written down."""
+    return state_dir() / "rollouts"
+
+
+def save(rollout: Rollout) -> None:
+    """Write it down, whole: whoever reads it sees the state before this step or the one after it.
+
+    Raises:
+        RolloutError: the disk is full, or the folder cannot be written.
+    """
+    path = folder() / f"{rollout.id}.json"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{rollout.id}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(rollout.to_json(), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(aside).replace(path)
+        except BaseException:
+            Path(aside).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RolloutError(
+            f"{path} cannot be written: {error.strerror}", hint="make room there; then `v100ctl rollout --resume` goes on"
+        ) from error
+
+
+def load_all() -> Iterator[Rollout]:
+    """Every rollout that was written down, the newest first."""
+    for path in sorted(folder().glob("*.json"), reverse=True) if folder().is_dir() else ():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            document = json.loads(path.read_text(encoding="utf-8"))
+            if document.get("schema") == SCHEMA:
+                yield Rollout.from_json(document)
+
+
+def unfinished(addresses: Iterable[str]) -> Rollout | None:
+    """The rollout over any of these hosts that was not ended."""
+    wanted = set(addresses)
+    for rollout in load_all():
+        if rollout.unfinished and wanted & {host.address for host in rollout.hosts.values()}:
+            return rollout
+    return None
+
+
+def forget_old() -> None:
+    """Removes finished rollouts but for the last ones."""
+    finished = [rollout.id for rollout in load_all() if not rollout.unfinished]
+    for identifier in finished[KEPT:]:
+        (folder() / f"{identifier}.json").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(addresses: Iterable[str]) -> Iterator[None]:
+    """Keeps another rollout of this account off the same hosts.
+
+    Raises:
+        RolloutError: there is one, with its owner and its age.
+    """
+    with contextlib.ExitStack() as held:
+        # In one order for everybody.
+        for address in sorted(set(addresses)):
+            try:
+                held.enter_context(try_exclusive(folder() / "locks" / address, json.dumps({"owner": owner(), "since": now()})))
+            except Held as error:
+                holder = _holder(error.note)
+                raise RolloutError(
+                    f"another rollout runs over the same hosts: {holder['owner']} began it {age(holder['since'])} ago",
+                    hint="wait for its end, or stop it with Ctrl-C where it runs",
+                ) from error
+        yield
+
+
+def _holder(note: str) -> dict[str, str]:
+    try:
+        document = json.loads(note)
+        return {"owner": str(document["owner"]), "since": str(document["since"])}
+    except (ValueError, KeyError, TypeError):
+        return {"owner": "somebody", "since": ""}
