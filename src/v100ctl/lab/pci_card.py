@@ -24,8 +24,9 @@ _RETURN, _CONFIG_WRITE, _CONFIG_READ, _BAR_WRITE, _BAR_READ, _RESET = 1, 2, 3, 4
 _COMMAND, _STATUS, _REVISION, _CLASS, _BAR0, _SUBSYSTEM, _CAPABILITIES, _INTERRUPT_PIN = 4, 6, 8, 10, 0x10, 0x2C, 0x34, 0x3D
 _POWER_CAPABILITY, _EXPRESS_CAPABILITY = 0x60, 0x78
 _3D_CONTROLLER = 0x0302
-#: Sizes of the memory areas that stand at the first, second and fourth place, in bytes.
-BAR_SIZES = {0: 16 << 20, 1: 256 << 20, 3: 32 << 20}
+#: Sizes of the memory areas, in bytes: registers, a window to the memory, and one to the card's own tables. A real card has its
+#: third at the fourth place, since an address of 64 bits takes two; the driver misses one that is not beside the second.
+BAR_SIZES = {0: 16 << 20, 1: 256 << 20, 2: 32 << 20}
 # The first register, and the one that newer drivers look at: architecture 0x14, implementation 0, revision A1, which is GV100.
 _REGISTERS = {0x0: 0x140000A1, 0xA00: 0x140A1000}
 
