@@ -8,6 +8,7 @@ The hyper-parameters are those of the models' published `config.json`, named in 
 from __future__ import annotations
 
 import math
+import random
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,8 +53,11 @@ def write(shape: Shape, path: Path, *, tokens: bool = False) -> int:
     metadata = {"general.architecture": shape.architecture, "general.alignment": _ALIGNMENT, **shape.metadata}
     if tokens:
         count = metadata[f"{shape.architecture}.vocab_size"]
-        words = ["<unk>", "<s>", "</s>", *(f"t{number}" for number in range(3, count))]
-        metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": words}
+        # A byte each for what is no word, as the tokenizer wants it; 2, 3, 6 and 1 are unknown, control, byte and normal tokens.
+        byte_words = [f"<0x{number:02X}>" for number in range(256)]
+        words = ["<unk>", "<s>", "</s>", *byte_words, *(f"t{number}" for number in range(259, count))]
+        kinds = [2, 3, 3, *[6] * 256, *[1] * (count - 259)]
+        metadata |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": kinds}
     parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(shape.tensors), len(metadata))]
     for key, value in metadata.items():
         parts += [_text(key), _value(value)]
@@ -68,6 +72,35 @@ def write(shape: Shape, path: Path, *, tokens: bool = False) -> int:
         file.write(header)
         file.truncate(len(header) + offset)
     return len(header) + offset
+
+
+def fill(shape: Shape, path: Path, *, seed: int = 0) -> None:
+    """Give a written shape weights: random ones that keep activations finite, the same for a seed.
+
+    A model of zeros answers with one token for ever, which is what a proof of service refuses.
+    """
+    rng = random.Random(seed)
+    position = path.stat().st_size - sum(
+        -(-tensor_bytes(kind, size) // _ALIGNMENT) * _ALIGNMENT for _, kind, size in shape.tensors
+    )
+    with path.open("r+b") as file:
+        for name, kind, dimensions in shape.tensors:
+            count = math.prod(dimensions)
+            if kind == "q8_0":
+                # A block is a scale, here 1/2048 as f16, and 32 signed bytes: weights within 1/16.
+                data = b"".join(b"\x00\x10" + rng.randbytes(32) for _ in range(count // 32))
+            elif kind == "q6_K":
+                # 192 bytes of quants of 6 bits, 16 signed scales and a common one, 1/32768 as f16: weights within 1/8.
+                data = b"".join(rng.randbytes(208) + b"\x00\x02" for _ in range(count // 256))
+            elif kind == "f32":
+                # Decay rates are negative, all else is about 1.
+                sign = -1.0 if name.endswith("ssm_a") else 1.0
+                data = struct.pack(f"<{count}f", *(sign * rng.uniform(0.5, 1.5) for _ in range(count)))
+            else:
+                raise ValueError(f"no weights are made of {kind}")
+            file.seek(position)
+            file.write(data)
+            position += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
 
 
 def _text(text: str) -> bytes:

@@ -178,8 +178,9 @@ def start(host: RunningHost, tmp_path: Path) -> subprocess.Popen[str]:
     """A program of its own whose task sleeps on ``host``, once it does."""
     playbook = write(tmp_path / "sleep.yml", {"name": "Sleep", "ansible.builtin.command": f"sleep {NEVER_S}"})
     program = (
-        # pytest may have been started with SIGINT ignored.
+        # pytest may have been started with signals ignored, as `nohup` and background jobs are.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL); signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "from v100ctl.apply import make_reporter, run_playbook\n"
         f"run_playbook({playbook!r}, {inventory(host)!r}, None, reporter=make_reporter(), title='Sleep')\n"
     )

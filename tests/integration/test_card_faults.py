@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from v100ctl.facts import Facts, ProbeRequest
-from v100ctl.lab.gpu import FakeCards, FakeDriver
+from v100ctl.lab.gpu import FakeCards, FakeDriver, fault
 from v100ctl.lab.hosts import LabHost, run_identity
 from v100ctl.lab.image import ensure_image
 from v100ctl.probe import probe_host
 from v100ctl.probe.connection import Connection
 
-from .hosts import ROOT, Done, on_host, v100ctl
+from .hosts import ROOT, Done, WriteInventory, on_host, v100ctl
 
 if TYPE_CHECKING:
     from v100ctl.apply.reporter import Reporter
@@ -60,19 +61,20 @@ PLAYBOOK = f"""
 class Fleet:
     """One host with V100s, and what a user does with it.
 
-    A machine on which much else runs may keep `nvidia-smi` beyond the probe's limit, which looks like a driver that hangs: then
-    it is asked again.
+    A machine on which much else runs may keep `nvidia-smi` beyond the probe's limit, which looks like a driver that hangs: unless
+    it does, what is asked is asked again.
     """
 
     def __init__(self, host: RunningHost, inventory: Path) -> None:
         self.host = host
         self.inventory = inventory
+        self.hangs = False
 
     def facts(self) -> Facts:
         """What the probe sees."""
         for _ in range(ASK_AGAIN):
             facts = probe_host(Connection.from_vars(self.host.name, self.host.variables()), ProbeRequest())
-            if facts.nvidia.smi.status != "timeout":
+            if self.hangs or facts.nvidia.smi.status != "timeout":
                 break
         return facts
 
@@ -100,7 +102,7 @@ class Fleet:
         """
         for _ in range(ASK_AGAIN):
             document = v100ctl("audit", "-i", self.inventory, "--json").document["hosts"][self.host.name]
-            if "driver.wedged" not in [finding["id"] for finding in document["findings"]]:
+            if self.hangs or "driver.wedged" not in [finding["id"] for finding in document["findings"]]:
                 break
         self.status = document["status"]
         keys = {}
@@ -113,12 +115,17 @@ class Fleet:
                 findings[f"{head}:{keys[tail]}" if tail in keys else finding["id"]] = finding
         return findings
 
+    def plan(self) -> dict[str, str]:
+        """The plan's rules that refuse or warn, with their severities."""
+        rules = v100ctl("plan", "-i", self.inventory, "--json").document["hosts"][self.host.name]["rules"]
+        return {rule["id"]: rule["severity"] for rule in rules if rule["severity"] != "info"}
+
     def recover(self, *options: str) -> tuple[Done, dict[str, Any]]:
         """`v100ctl recover` and what it says of the host."""
         for _ in range(ASK_AGAIN):
             done = v100ctl("recover", self.host.name, "-i", self.inventory, "--json", *options)
             answer = done.document["hosts"][self.host.name]
-            if "driver-wedged" not in [rule["id"] for rule in answer["left"]]:
+            if self.hangs or "driver-wedged" not in [rule["id"] for rule in answer["left"]]:
                 break
         return done, answer
 
@@ -168,6 +175,7 @@ def well(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cards" in request.fixturenames:
         fleet = request.getfixturevalue("cards")
+        fleet.hangs = False
         on_host(fleet.host, "systemctl restart v100ctl-gpu-tuning.service")
 
 
@@ -277,3 +285,123 @@ def test_a_card_off_the_bus_needs_power_and_hides_no_other(cards: Fleet, lab_fau
     assert (done.code, answer["status"], answer["remedy"]) == (1, "stopped", "power cycle")
     assert "nothing was changed" in answer["message"]
     assert cards.state() == before
+
+
+# --- what takes longer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_card_without_address_space_needs_a_hand(cards: Fleet, lab_fault: Callable[..., None]) -> None:
+    lab_fault(cards.host, "bar1-zero", card=1)
+    findings = cards.audit()
+    assert named(findings, "kind", "layer", "severity")["gpu.bar1-unassigned:1"] == ("external", "hardware", "error")
+    assert "Above 4G Decoding" in findings["gpu.bar1-unassigned:1"]["fix"]
+    before = cards.state()
+    done, answer = cards.recover("--yes")
+    assert (done.code, answer["remedy"]) == (1, "hand")
+    assert cards.state() == before
+    # Firmware is set before a kernel starts, and the daemon has both cards from then on.
+    fault(cards.host, "bar1-zero", card=1, undo=True)
+    cards.run_roles("gpu_tuning")
+    assert cards.audit() == {}
+
+
+@pytest.mark.slow
+def test_a_wedged_driver_needs_a_reboot(
+    cards: Fleet, lab_fault: Callable[..., None], lab_reboot: Callable[[RunningHost], RunningHost]
+) -> None:
+    lab_fault(cards.host, "wedged")
+    cards.hangs = True
+    findings = cards.audit()
+    assert named(findings, "kind", "layer", "severity", "role")["driver.wedged"] == (
+        "external",
+        "driver",
+        "critical",
+        "nvidia_driver",
+    )
+    # Nothing is provisioned on its cards.
+    assert cards.status == "error"
+    assert cards.plan()["driver-wedged"] == "refuse"
+    done, answer = cards.recover("--yes", "--force")
+    assert (done.code, answer["status"], answer["remedy"]) == (1, "stopped", "reboot")
+    lab_reboot(cards.host)
+    cards.hangs = False
+    wait_until(lambda: cards.audit() == {})
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_not_loaded_is_loaded_by_the_role(cards: Fleet, lab_fault: Callable[..., None]) -> None:
+    lab_fault(cards.host, "not-loaded")
+    findings = cards.audit()
+    assert named(findings, "kind", "layer", "severity", "role", "fix")["driver.not-loaded"] == (
+        "pending",
+        "driver",
+        "error",
+        "nvidia_driver",
+        "`v100ctl provision`",
+    )
+    assert cards.plan()["driver-not-loaded"] == "warn"
+    boot_id = cards.facts().boot_id
+    cards.run_roles()
+    assert cards.facts().boot_id == boot_id
+    assert cards.audit() == {}
+    # By hand it is one command.
+    lab_fault(cards.host, "not-loaded")
+    done, answer = cards.recover()
+    assert (done.code, answer["steps"]) == (0, ["driver loaded", "users started"])
+    assert cards.audit() == {}
+
+
+@pytest.mark.slow
+def test_nouveau_goes_with_a_reboot_of_the_role(cards: Fleet, lab_fault: Callable[..., None]) -> None:
+    # As on a host whose blacklist somebody has removed.
+    on_host(cards.host, "rm /etc/modprobe.d/v100ctl-nouveau.conf")
+    lab_fault(cards.host, "nouveau")
+    findings = cards.audit()
+    assert named(findings, "kind", "layer", "severity", "role")["driver.nouveau"] == (
+        "pending",
+        "driver",
+        "error",
+        "nvidia_driver",
+    )
+    done, answer = cards.recover()
+    assert (done.code, answer["remedy"]) == (1, "provision")
+    boot_id = cards.facts().boot_id
+    cards.run_roles()
+    facts = cards.facts()
+    assert (facts.boot_id != boot_id, facts.nouveau.loaded, facts.nvidia.module_version) == (True, False, "535.309.01")
+    wait_until(lambda: cards.audit() == {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["open-modules", "no-driver"])
+def test_the_right_driver_comes_with_the_role(
+    name: str,
+    make_v100_host: Callable[..., RunningHost],
+    lab_fault: Callable[..., None],
+    lab_inventory: WriteInventory,
+) -> None:
+    host = make_v100_host("1xV100-SXM2-16GB", driver="535")
+    chat = {**variables()["llm_server_instances"]["chat"], "gpus": [0]}
+    fleet = Fleet(host, lab_inventory(host, variables={**variables(), "llm_server_instances": {"chat": chat}})).rest()
+    lab_fault(host, name)
+    findings = fleet.audit()
+    if name == "open-modules":
+        assert (findings["driver.wrong"]["layer"], findings["driver.wrong"]["severity"]) == ("driver", "error")
+        assert "open modules" in findings["driver.wrong"]["actual"]
+        assert fleet.plan()["driver-open-modules"] == "warn"
+    else:
+        assert (findings["driver.missing"]["actual"], findings["driver.missing"]["role"]) == ("none", "nvidia_driver")
+    fleet.run_roles()
+    facts = fleet.facts()
+    assert (facts.nvidia.module_version.split(".")[0], facts.nvidia.module_flavour) == ("535", "proprietary")
+    assert facts.gpus[0].uuid == fleet.facts_at_rest.gpus[0].uuid
+    wait_until(lambda: fleet.audit() == {})
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """The daemon starts with the host, and that takes its moment."""
+    deadline_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(1)

@@ -77,17 +77,22 @@ def driver_packages(host: RunningHost) -> dict[str, str]:
     return {name: upstream_version(version) for _, name, version in rows if is_driver_package(name, version)}
 
 
+def playbook_of(checkout: Path) -> str:
+    """A playbook that plans and runs the role, then tells that it went on."""
+    decision = "{{ v100ctl_plan.driver | combine({'untrusted_keys': rotated} if rotated is defined else {}) }}"
+    tasks = [
+        {"ansible.builtin.include_tasks": str(checkout / "playbooks/tasks/plan.yml")},
+        {"ansible.builtin.include_role": {"name": "nvidia_driver"}, "vars": {"nvidia_driver_decision": decision}},
+        {"ansible.builtin.debug": {"msg": "what follows needs the driver"}},
+    ]
+    return yaml.safe_dump([{"hosts": "all", "gather_facts": False, "become": True, "tasks": tasks}])
+
+
 @pytest.fixture
 def play(tmp_path: Path, lab_inventory: WriteInventory) -> Callable[..., Done]:
     """Runs the role on a host as a playbook does, with variables; the last task tells whether the play went on after it."""
     playbook = tmp_path / "site.yml"
-    decision = "{{ v100ctl_plan.driver | combine({'untrusted_keys': rotated} if rotated is defined else {}) }}"
-    tasks = [
-        {"ansible.builtin.include_tasks": str(ROOT / "playbooks/tasks/plan.yml")},
-        {"ansible.builtin.include_role": {"name": "nvidia_driver"}, "vars": {"nvidia_driver_decision": decision}},
-        {"ansible.builtin.debug": {"msg": "what follows needs the driver"}},
-    ]
-    playbook.write_text(yaml.safe_dump([{"hosts": "all", "gather_facts": False, "become": True, "tasks": tasks}]))
+    playbook.write_text(playbook_of(ROOT), encoding="utf-8")
 
     def run(host: RunningHost, variables: dict[str, Any]) -> Done:
         argv = [str(Path(sys.executable).with_name("ansible-playbook"))]
@@ -279,3 +284,47 @@ def test_the_long_way_round(
     assert facts_of(host, back).nvidia.module_version == debians
     assert "580" not in " ".join(driver_packages(host).values())
     assert differences(host, back) == []
+
+
+@pytest.mark.slow
+def test_a_host_that_provisions_itself_goes_on_after_its_reboot(
+    make_v100_host: Callable[..., RunningHost], lab_reboot: Callable[[RunningHost], RunningHost]
+) -> None:
+    host = make_v100_host(driver="535")
+    key, _ = serve_mirror(host, NEW)
+    before = facts_of(host, moving_to_580(key))
+    # A checkout on the host, with its own environment, as a user makes one.
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as opened:
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                opened.add(ROOT / name, f"v100ctl/{name}")
+        for path in ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf"):
+            if Path(path).exists():
+                opened.add(Path(path).resolve(), f"machine/{Path(path).name}")
+    host.container.put_archive("/srv", archive.getvalue())
+    on_host(host, "cp /srv/machine/ca-certificates.crt /etc/ssl/certs/; cp /srv/machine/pip.conf /etc/ || true")
+    on_host(host, "apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null")
+    settings = " ".join(f"{name}={value}" for name, value in os.environ.items() if name in ("PIP_CERT", "PIP_INDEX_URL"))
+    on_host(host, f"env {settings} /srv/v100ctl/v100ctl --version")
+    # The host's interpreter is the system's: the environment's own would be another.
+    own = {"ansible_connection": "local", "ansible_python_interpreter": "/usr/bin/python3"}
+    hosts = {"all": {"hosts": {host.name: own}, "vars": moving_to_580(key)}}
+    put_file(host.container, "/srv/hosts.yml", yaml.safe_dump(hosts).encode(), mode=0o644)
+    put_file(host.container, "/srv/v100ctl/playbooks/driver_alone.yml", playbook_of(Path("/srv/v100ctl")).encode(), mode=0o644)
+    command = "cd /srv/v100ctl && .venv/bin/ansible-playbook -i /srv/hosts.yml /srv/v100ctl/playbooks/driver_alone.yml"
+
+    told = " ".join(on_host(host, command).split())
+    assert f"Driver {NEW} is installed on {host.name} and not loaded yet: this run is on the host itself" in told
+    assert "Reboot it, then run the same command again: it goes on from here" in told
+    assert "what follows needs the driver" not in told
+    facts = facts_of(host, moving_to_580(key))
+    assert (facts.boot_id, facts.nvidia.module_version) == (before.boot_id, before.nvidia.module_version)
+
+    lab_reboot(host)
+    assert "what follows needs the driver" in on_host(host, command)
+    assert facts_of(host, moving_to_580(key)).nvidia.module_version == NEW
+    assert "changed=0 " in on_host(host, command)

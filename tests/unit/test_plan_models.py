@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -200,6 +201,17 @@ def test_what_a_model_was_made_of_is_needed_until_it_is_made() -> None:
     assert pruned.unused_models == (source,)
     (finding,) = [finding for finding in compare(pruned, facts) if finding.id.startswith("model.")]
     assert (finding.id, finding.kind) == (f"model.unused:{source}", "pending")
+
+
+def test_what_is_recorded_is_the_same_before_and_after_a_step() -> None:
+    model = {**SOURCE, "prepare": {"quantize": "Q4_K_M"}}
+    before = planned(model)
+    made = step_of(before).path
+    after = planned(model, make_facts(models={made: {"exists": True, "size_bytes": 500, "sha256": B}}))
+    assert (len(before.models), len(after.models)) == (2, 1)
+    assert before.host_json is not None and after.host_json is not None
+    assert before.host_json.content == after.host_json.content
+    assert [model["path"] for model in json.loads(before.host_json.content)["models"]] == [made]
 
 
 def test_a_made_file_that_changed_since_is_made_again() -> None:

@@ -15,12 +15,18 @@ HOST_JSON = "/etc/v100ctl/host.json"
 
 def with_host_json(decided: HostPlan) -> HostPlan:
     """Add ``host.json``: what was applied, without secrets and without anything measured."""
+    # What a step reads is planned until the step is done, and the document has to be the same before and after.
+    read_by_steps = {path for item in decided.models for path in item.source.get("inputs", ())}
     document: dict[str, Any] = {
         "schema": "v100ctl/host/1",
         "comment": "Managed by v100ctl. Changes are overwritten.",
         "packages": list(decided.packages),
         "releases": [{"engine": item.engine, "build_id": item.build_id, "path": item.path} for item in decided.releases],
-        "models": [{"path": item.path, "sha256": item.sha256} for item in decided.models],
+        "models": [
+            {"path": item.path, "sha256": item.sha256}
+            for item in decided.models
+            if not any(file.path in read_by_steps for file in item.files)
+        ],
         "files": {
             item.path: {
                 "sha256": hashlib.sha256(item.content.encode()).hexdigest(),
