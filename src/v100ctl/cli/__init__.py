@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "history": ("v100ctl.cli.history", "Show what was applied to a host and proved, and when."),
     "recover": ("v100ctl.cli.recover", "Bring a host's cards back without a reboot, or say what alone helps."),
     "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
+    "bench": ("v100ctl.cli.bench", "Measure a running instance: decode, prompts, streams, against the card's ceiling."),
     "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),
     "lab": ("v100ctl.cli.lab", "Test hosts with fake V100s: up, list, ssh, fault, down."),
     "completion": ("v100ctl.cli.completion", "Print the completion script of a shell."),
