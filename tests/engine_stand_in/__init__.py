@@ -37,6 +37,8 @@ class StandIn:
         self.behaviour = behaviour or Behaviour()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.behaviour))
         self._server.daemon_threads = True
+        # Sixteen clients come at once.
+        self._server.socket.listen(128)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> StandIn:
