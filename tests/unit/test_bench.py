@@ -115,7 +115,9 @@ def test_speeds_of_a_known_server() -> None:
 
 
 def test_an_engine_that_leaves_out_its_drafts_is_not_believed() -> None:
-    document = measured(Behaviour(boast=2.0, drafts=20))
+    document = measured(
+        Behaviour(boast=3.0, drafts=20, decode_tps=150), options=Options(runs=3, tokens=40, max_prompt_tokens=100, prompt_runs=1)
+    )
     assert "clocks-differ" in [item["id"] for item in document["flags"]]
     assert document["decode"]["engine_tps"]["median"] > 1.2 * document["decode"]["client_tps"]["median"]
     assert document["decode"]["draft_acceptance"] == 0.5
