@@ -21,10 +21,16 @@ from v100ctl.plan.numa import format_cpus, parse_cpus
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
-from v100ctl.plan.units import attainable_nofile, told
+from v100ctl.plan.units import attainable_nofile, told, unit_name
+from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
 from v100ctl.surroundings import around
 
 __all__ = ["Finding", "FindingSeverity", "Kind", "Layer", "compare", "model_file_problem", "restarts"]
+
+
+def keyed_digest(salt: str, content: str) -> str:
+    """What the probe says of a file of secrets with this content, in a document with this salt."""
+    return hashlib.pbkdf2_hmac("sha256", content.encode(), salt.encode("ascii"), KEYED_DIGEST_ROUNDS).hex()
 
 
 @dataclass(frozen=True)
@@ -344,7 +350,40 @@ def _files(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     # A record that is gone from a host with our units was there.
     lost = any(path in facts.files for path in units)
     for file in plan.all_files:
-        yield from _file(file, facts, applied, is_record=file is plan.host_json, lost=lost)
+        if file.secret:
+            yield from _secret_file(file, facts, applied)
+        else:
+            yield from _file(file, facts, applied, is_record=file is plan.host_json, lost=lost)
+    for path in plan.absent_files:
+        yield Finding(
+            f"file.unwanted:{path}", "pending", "file", "llm_server", "absent", "secrets that nothing needs", "warn", _PROVISION
+        )
+
+
+def _secret_file(file: ManagedFile, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    """A file of keys: whether it differs, and never how. Its server reads it when it starts."""
+    found = facts.files.get(file.path)
+
+    def finding(what: str, kind: Kind, expected: str, actual: str, restarted: tuple[str, ...] = ()) -> Finding:
+        return Finding(
+            f"file.{what}:{file.path}", kind, "file", file.role, expected, actual, "error", _PROVISION, file.instance, restarted
+        )
+
+    users = (file.instance,) if file.instance and file.role == "llm_server" else ()
+    if found is None or found.kind != "file":
+        actual = "absent" if found is None else f"a {found.kind}"
+        yield finding("missing", applied.kind(bool(applied.file(file.path))), "a file", actual, users)
+        return
+    if facts.secret_salt and found.keyed_digest != keyed_digest(facts.secret_salt, file.content):
+        # No record tells what was applied. A server is started anew whenever its keys are written: where it has others than
+        # the file, somebody else has written that.
+        process = facts.process_of(unit_name(file.instance or ""))
+        gateway_facts = facts.gateway if file.role == gateway.ROLE else None
+        current = gateway_facts.keys_current if gateway_facts else process.keys_current if process else None
+        yield finding("content", "drifted" if current is False else "pending", "the planned secrets", "others", users)
+    wanted, actual = f"{file.owner}:{file.group} {file.mode}", f"{found.owner}:{found.group} {found.mode}"
+    if wanted != actual:
+        yield finding("mode", "drifted", wanted, actual)
 
 
 def _file(file: ManagedFile, facts: Facts, applied: Applied, *, is_record: bool, lost: bool) -> Iterator[Finding]:
@@ -363,7 +402,7 @@ def _file(file: ManagedFile, facts: Facts, applied: Applied, *, is_record: bool,
         return
     if found.sha256 != planned_sha256:
         untouched = not applied.edited and (not was_applied or is_record or record.get("sha256") == found.sha256)
-        hidden = file.secret or found.content is None
+        hidden = found.content is None
         expected = f"sha256 {planned_sha256}" if hidden else file.content
         yield finding(
             "content", "pending" if untouched else "drifted", expected, f"sha256 {found.sha256}" if hidden else str(found.content)
@@ -455,6 +494,8 @@ def _stale_reasons(
         for name, value in told(environment).items():
             if process.environ.get(name) != value:
                 yield "environment", f"{name}={value}", f"{name}={process.environ.get(name, '')}"
+    if process.keys_current is False:
+        yield "keys", "the API keys of its file", "others, from before it changed"
     if process.user != user:
         yield "user", user, process.user
     if process.cgroup_unit and process.cgroup_unit != process.unit:
@@ -596,6 +637,12 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
         yield finding(
             "stale", f"configuration {decision.digest}", f"configuration {facts.gateway.digest or 'of another kind'}", "process"
         )
+    for path in decision.absent_files:
+        yield Finding(
+            f"file.unwanted:{path}", kind, "file", gateway.ROLE, "absent", "keys that nothing needs", "warn", _PROVISION
+        )
+    if facts.gateway.keys_current is False:
+        yield finding("keys", "the API keys of its files", "others, from before they changed", "process")
     for front in decision.fronts:
         server = facts.gateway.servers.get(front.instance)
         if server is not None and server.status.split(" ")[0] in ("DRAIN", "MAINT"):

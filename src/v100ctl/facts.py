@@ -343,7 +343,11 @@ class PackageLock(_Facts):
 
 
 class ManagedFile(_Facts):
-    """A file or link under a path that this toolkit manages. ``content`` is there for small text files without secrets."""
+    """A file or link under a path that this toolkit manages. ``content`` is there for small text files without secrets.
+
+    Of a file of keys or of a secret environment there is no ``sha256`` but ``keyed_digest``, which only the salt of the same
+    document makes comparable (:attr:`Facts.secret_salt`).
+    """
 
     kind: Literal["file", "directory", "symlink", "other"] = "file"
     sha256: str = ""
@@ -353,6 +357,7 @@ class ManagedFile(_Facts):
     size_bytes: int = 0
     mtime_s: float = 0.0
     content: str | None = None
+    keyed_digest: str = ""
 
 
 class ReleaseFacts(_Facts):
@@ -400,7 +405,8 @@ class ProcessFacts(_Facts):
 
     ``environ`` holds only names that start with ``V100CTL_``, ``CUDA_`` or ``OMP_``. ``cgroup_unit`` is the unit whose control
     group it is in, ``memory_policy`` where its memory is (``default``, ``bind:0``, ``prefer:1``, ``interleave:0-1``); both are
-    empty where the kernel does not say.
+    empty where the kernel does not say. ``keys_current``: it was started with the API keys that are on the disk now, ``None``
+    where it has none or only their owner may say.
     """
 
     pid: int
@@ -409,6 +415,7 @@ class ProcessFacts(_Facts):
     executable_deleted: bool = False
     argv: tuple[str, ...] = ()
     environ: dict[str, str] = Field(default_factory=dict)
+    keys_current: bool | None = None
     user: str = ""
     started_s: float = 0.0
     nofile_soft: int | None = None
@@ -440,9 +447,13 @@ class GatewayServer(_Facts):
 
 
 class GatewayFacts(_Facts):
-    """The gateway that runs: the digest of the configuration that it has loaded, and its servers by instance."""
+    """The gateway that runs: the digest of the configuration that it has loaded, and its servers by instance.
+
+    ``keys_current``: it has loaded the API keys that are on the disk now; ``None`` where that is not known.
+    """
 
     digest: str = ""
+    keys_current: bool | None = None
     servers: dict[str, GatewayServer] = Field(default_factory=dict)
 
 
@@ -529,6 +540,8 @@ class Facts(_Facts):
     identity: dict[str, Identity] = Field(default_factory=dict)
     #: By instance.
     baselines: dict[str, Baseline] = Field(default_factory=dict)
+    #: New with each document: what the ``keyed_digest`` of its files was made with.
+    secret_salt: str = ""
     #: The gateway's HAProxy; ``None`` where it does not run.
     gateway: GatewayFacts | None = None
     #: Parts of the probe that failed, by name: what could not be learned and why.

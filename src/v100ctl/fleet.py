@@ -504,7 +504,7 @@ class Settings(_Config):
 
 
 #: What words of an external engine's command line and environment may hold in braces, beside settings.
-_PLACEHOLDERS = ("release", "model", "draft_model", "alias", "listen", "port", "gpu_count")
+_PLACEHOLDERS = ("release", "model", "draft_model", "alias", "listen", "port", "gpu_count", "api_keys_file")
 PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
@@ -619,6 +619,12 @@ class ExternalEngine(_Config):
         return self
 
 
+class KeyFile(_Config):
+    """A file of API keys on the controller, one a line; empty lines and lines that start with ``#`` are none."""
+
+    from_controller: Annotated[str, AfterValidator(_controller_path)]
+
+
 class InstanceSpec(_Config):
     """One served model on a host."""
 
@@ -629,11 +635,16 @@ class InstanceSpec(_Config):
     gpus: tuple[int | str, ...] | None = None
     listen: IpAddress = "127.0.0.1"
     port: int = Field(default=8000, ge=1, le=65535)
-    api_keys: tuple[str, ...] | None = Field(default=None, repr=False)
+    api_keys: tuple[SecretStr | KeyFile, ...] | None = Field(default=None, repr=False)
     settings: Settings = Settings()
     extra_args: tuple[Argument, ...] = ()
     numa: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1023)] = "auto"
     state: Literal["present", "absent"] = "present"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that open the server, in their order; none where it needs none. Secret."""
+        return tuple(key.get_secret_value() for key in self.api_keys or () if isinstance(key, SecretStr))
 
 
 INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
@@ -776,6 +787,15 @@ def _explain(host: str, error: ValidationError, values: Mapping[str, Any], tagge
     hints: list[str] = []
     for item in error.errors(include_url=False, include_input=False):
         location = item["loc"]
+        if "api_keys" in location:
+            # Whatever stands below may be a key, the name of a mapping's entry too.
+            location = location[: location.index("api_keys") + 1]
+            line = (
+                f"`{'.'.join(map(str, location))}`: must be a list; each item is a key as text, or `{{from_controller: FILE}}` "
+                f"with an absolute path{_at(tagged, location)}"
+            )
+            lines += [line] if line not in lines else []
+            continue
         where = ".".join(str(part) for part in location) or "variables"
         message = item["msg"].removeprefix("Value error, ")
         unknown = item["type"] == "extra_forbidden"
@@ -964,9 +984,46 @@ def parse_config(host: str, variables: Mapping[str, Any], tagged: Mapping[str, A
             f"host {host}: a variable holds bytes that are not UTF-8", hint="save the inventory and its variables as UTF-8"
         ) from error
     try:
-        return HostConfig.model_validate(values)
+        return _with_key_files(host, HostConfig.model_validate(values))
     except ValidationError as error:
         raise _explain(host, error, values, tagged) from error
+
+
+#: A file of keys is short; what is longer is another file.
+_MAX_KEY_FILE_BYTES = 64 * 1024
+
+
+def _with_key_files(host: str, config: HostConfig) -> HostConfig:
+    """The configuration with the keys that its files hold in the place of their names."""
+    instances = dict(config.llm_server_instances)
+    for name, spec in instances.items():
+        if any(isinstance(key, KeyFile) for key in spec.api_keys or ()):
+            keys: list[SecretStr | KeyFile] = []
+            for key in spec.api_keys or ():
+                keys += _keys_in(host, name, key.from_controller) if isinstance(key, KeyFile) else [key]
+            instances[name] = spec.model_copy(update={"api_keys": tuple(keys)})
+    return config.model_copy(update={"llm_server_instances": instances})
+
+
+def _keys_in(host: str, instance: str, name: str) -> list[SecretStr]:
+    where = f"host {host}: `llm_server_instances.{instance}.api_keys`"
+    try:
+        with Path(name).expanduser().open("rb") as file:
+            raw = file.read(_MAX_KEY_FILE_BYTES + 1)
+        text = raw.decode()
+    except (OSError, RuntimeError) as error:
+        raise InventoryError(f"{where}: {name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except UnicodeDecodeError as error:
+        raise InventoryError(f"{where}: {name} is no text of keys, one a line") from error
+    if text.startswith("$ANSIBLE_VAULT"):
+        raise InventoryError(
+            f"{where}: {name} is encrypted with Ansible Vault",
+            hint="give its keys as a variable of a vault file, or decrypted by `lookup('unvault', ...)`",
+        )
+    found = [line.removesuffix("\r") for line in text.split("\n") if line.strip() and not line.startswith("#")]
+    if len(raw) > _MAX_KEY_FILE_BYTES or not found:
+        raise InventoryError(f"{where}: {name} {'is too long for a file of keys' if found else 'holds no key'}")
+    return [SecretStr(key) for key in found]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.locks import exclusive
 from v100ctl.paths import state_dir
+from v100ctl.plan.keys import first_keys
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
 from v100ctl.probe.connection import ConfirmHostKey, Connection
@@ -358,9 +359,15 @@ def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
             reporter.phase(f"{name}: asking {', '.join(item.name for item in plan.instances)}"),
             open_session(connection) as session,
         ):
+            keys = first_keys(plan)
             for instance in plan.instances:
                 proofs[instance.name] = ask(
-                    session, plain_data(instance), PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS, timeout_s=PROOF_TIMEOUT_S
+                    session,
+                    plain_data(instance),
+                    PROOF_PROMPT,
+                    max_tokens=PROOF_MAX_TOKENS,
+                    timeout_s=PROOF_TIMEOUT_S,
+                    api_key=keys.get(instance.name),
                 )
     except V100ctlError as error:
         failed = HostResult("failed", result.examined, error.message, error.hint, proofs, result.roles)

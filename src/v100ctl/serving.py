@@ -87,6 +87,7 @@ def ask(
     max_tokens: int = 128,
     timeout_s: float = PROOF_TIMEOUT_S,
     temperature: float = 0.0,
+    api_key: str | None = None,
 ) -> Completion:
     """Ask an instance one question over the host's loopback.
 
@@ -97,6 +98,7 @@ def ask(
         max_tokens: Most tokens of the answer.
         timeout_s: Most time without a word from the server.
         temperature: 0 is greedy and repeatable.
+        api_key: What opens the instance, where it asks for a key (:func:`v100ctl.plan.keys.first_keys`).
 
     Raises:
         ServingError: no answer, not HTTP 200, or not a real answer (:func:`judge_completion`).
@@ -119,7 +121,8 @@ def ask(
         connection = http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port or 80, timeout=timeout_s)
         connection.sock = cast(socket.socket, channel)
         try:
-            connection.request("POST", url.path, body=body, headers={"Content-Type": "application/json"})
+            shown = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+            connection.request("POST", url.path, body=body, headers={"Content-Type": "application/json", **shown})
             response = connection.getresponse()
             payload = response.read(_MAX_RESPONSE_BYTES)
             status = response.status

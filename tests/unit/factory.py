@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
+from v100ctl.compare import keyed_digest
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, parse_config
 from v100ctl.plan import HostPlan, plan
 
+SALT = "00" * 16
 AS_OF = date(2026, 11, 29)
 GIB = 1024**3
 
@@ -85,14 +87,18 @@ def applied_facts(decided: HostPlan, **changes: Any) -> Facts:
         | {
             item.path: {
                 "kind": "file",
-                "sha256": hashlib.sha256(item.content.encode()).hexdigest(),
+                **(
+                    {"keyed_digest": keyed_digest(SALT, item.content)}
+                    if item.secret
+                    else {"sha256": hashlib.sha256(item.content.encode()).hexdigest(), "content": item.content}
+                ),
                 "mode": item.mode,
                 "owner": item.owner,
                 "group": item.group,
-                "content": item.content,
             }
             for item in decided.all_files
         },
+        "secret_salt": SALT,
         "host_json": {"document": json.loads(decided.host_json.content) if decided.host_json else None},
         "units": {
             unit.name: {
@@ -112,6 +118,7 @@ def applied_facts(decided: HostPlan, **changes: Any) -> Facts:
                 "executable": item.argv[0],
                 "argv": list(item.argv),
                 "environ": dict(item.environment),
+                "keys_current": True if item.api_keys_file else None,
                 "user": "v100",
             }
             for number, item in enumerate(decided.instances)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.plan.test_cases import decide
-from v100ctl.compare import _AILMENTS, compare, restarts
+from v100ctl.compare import _AILMENTS, compare, keyed_digest, restarts
 from v100ctl.facts import Facts
 from v100ctl.plan import DIGEST_VARIABLE, plan
 
@@ -437,14 +437,51 @@ def test_a_process_is_where_its_card_is(changes: dict[str, Any], expected: set[s
     assert restarts(decided.to_role_variables(), facts.model_dump(by_alias=True)) == (["chat"] if expected else [])
 
 
-def test_a_secret_file_shows_hashes_only() -> None:
-    import dataclasses
+KEYED = make_plan(config=make_config({"api_keys": ["0123456789abcdef"]}))
+KEYS_FILE = "/etc/v100ctl/instances/chat.keys"
 
-    secret = dataclasses.replace(PLAN, files=tuple(dataclasses.replace(file, secret=True) for file in PLAN.files))
-    facts = faulty({"files": {UNIT_FILE: {"sha256": "00", "content": "tampered"}}})
-    (finding,) = compare(secret, facts)
-    assert "tampered" not in finding.actual
-    assert PLAN.files[0].content not in finding.expected
+
+@pytest.mark.parametrize(
+    ("current", "kind"),
+    # A server has the keys that were applied: where the file has others, somebody else wrote it.
+    [(True, "pending"), (False, "drifted")],
+)
+def test_a_file_of_keys_that_differs_shows_that_and_nothing_else(current: bool, kind: str) -> None:
+    assert compare(KEYED, applied_facts(KEYED)) == ()
+    process = applied_facts(KEYED).processes[0].model_dump() | {"keys_current": current}
+    facts = applied_facts(KEYED, files={KEYS_FILE: {"keyed_digest": "00"}}, processes=[process])
+    found = {finding.id: finding for finding in compare(KEYED, facts)}
+    finding = found.pop(f"file.content:{KEYS_FILE}")
+    assert (finding.kind, finding.expected, finding.actual) == (kind, "the planned secrets", "others")
+    assert finding.restarts == ("chat",)
+    assert set(found) == (set() if current else {"process.keys:chat"})
+
+
+def test_the_digest_of_a_file_of_keys_is_another_in_each_document() -> None:
+    content = next(file.content for file in KEYED.files if file.path == KEYS_FILE)
+    assert keyed_digest("00" * 16, content) != keyed_digest("01" * 16, content)
+    # A document without a salt, as of an older probe, tells nothing of keys.
+    assert compare(KEYED, applied_facts(KEYED, secret_salt="", files={KEYS_FILE: {"keyed_digest": ""}})) == ()
+
+
+def test_keys_are_missing_too_open_or_left_over() -> None:
+    gone = applied_facts(KEYED).model_dump(by_alias=True)
+    del gone["files"][KEYS_FILE]
+    (finding,) = compare(KEYED, Facts.model_validate(gone))
+    assert (finding.id, finding.kind, finding.restarts) == (f"file.missing:{KEYS_FILE}", "drifted", ("chat",))
+    (finding,) = compare(KEYED, applied_facts(KEYED, files={KEYS_FILE: {"mode": "0644"}}))
+    assert finding.id == f"file.mode:{KEYS_FILE}"
+    left = applied_facts(KEYED)
+    unkeyed = make_plan(left)
+    assert unkeyed.absent_files == ("/etc/v100ctl/instances/chat.env", KEYS_FILE)
+    assert f"file.unwanted:{KEYS_FILE}" in {finding.id for finding in compare(unkeyed, left)}
+
+
+def test_a_server_with_older_keys_is_started_anew() -> None:
+    plan = KEYED.to_role_variables()
+    assert restarts(plan, applied_facts(KEYED).model_dump(by_alias=True)) == []
+    process = applied_facts(KEYED).processes[0].model_dump() | {"keys_current": False}
+    assert restarts(plan, applied_facts(KEYED, processes=[process]).model_dump(by_alias=True)) == ["chat"]
 
 
 # --- what a difference is called ----------------------------------------------------------------------------------------------

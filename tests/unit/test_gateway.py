@@ -202,8 +202,17 @@ class Haproxy:
         self.status = "UP"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(folder / "admin.sock"))
+        #: The keys that it has loaded, by the file that they came from.
+        self.maps: dict[str, list[str]] = {}
         self.listener.listen()
-        threading.Thread(target=self._serve, daemon=True).start()
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Nobody listens any more: a thread that still did could answer for whoever gets the same descriptor next."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.thread.join()
+        self.listener.close()
 
     def _serve(self) -> None:
         while True:
@@ -223,6 +232,10 @@ class Haproxy:
             return "\n"
         if command == "show info":
             return INFO
+        if command == "show map":
+            return "# id (file) description\n" + "".join(f"0 ({path}) pattern loaded from file\n" for path in self.maps)
+        if command.startswith("show map "):
+            return "".join(f"0x55d0c8{number} {line}\n" for number, line in enumerate(self.maps[command[9:]]))
         if command == "show servers state":
             return "1\n# be_id be_name\n"
         text = STATISTICS.format(status=self.status).replace(",0,0,2,2,,9", f",0,0,{self.running},2,,9")
@@ -238,6 +251,8 @@ def control(tmp_path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.FOLDER = tmp_path
+    module.KEYS = tmp_path / "keys"
+    module.KEYS.mkdir()
     module.POLL_S = 0.01
     module.CONNECTIONS = tmp_path / "tcp"
     module.CONNECTIONS.write_text(CONNECTIONS)
@@ -248,7 +263,7 @@ def control(tmp_path: Path) -> Any:
 def haproxy(tmp_path: Path) -> Iterator[Haproxy]:
     found = Haproxy(tmp_path)
     yield found
-    found.listener.close()
+    found.close()
 
 
 def test_drain_waits_for_the_last_request(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,10 +296,37 @@ def test_status_and_save(control: Any, haproxy: Haproxy, tmp_path: Path, capsys:
     assert control.main(["status"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "digest": "0123456789abcdef",
+        "keys_current": True,
         "servers": {"chat": {"engine": "127.0.0.1:18000", "running": 2, "status": "UP"}},
     }
     assert control.main(["save"]) == 0
     assert (tmp_path / "servers").read_text() == "1\n# be_id be_name\n"
+
+
+def test_keys_that_were_not_loaded_are_seen(control: Any, haproxy: Haproxy, tmp_path: Path) -> None:
+    file = control.KEYS / "chat.keys"
+    file.write_text("# header\nkey-a engine-key\nkey-b engine-key\n")
+    socket_path = str(tmp_path / "admin.sock")
+
+    def current() -> bool:
+        told = host_script.gateway_keys_current(str(control.KEYS), socket_path)
+        assert told == control.keys_current()
+        return bool(told)
+
+    assert not current(), "the file is new"
+    haproxy.maps = {str(file): ["key-b engine-key", "key-a engine-key"]}
+    assert current()
+    haproxy.maps = {str(file): ["key-a engine-key"]}
+    assert not current(), "a key is new"
+    file.unlink()
+    assert not current(), "the keys are gone"
+
+
+def test_a_gateway_with_older_keys_is_no_clean_one() -> None:
+    decided = make_plan(config=make_config({"listen": "10.1.2.3", "api_keys": ["0123456789abcdef"]}, gateway_placement="host"))
+    assert compare(decided, serving(decided, gateway={"keys_current": True})) == ()
+    (finding,) = compare(decided, serving(decided, gateway={"keys_current": False}))
+    assert finding.id == f"process.keys:{gateway.UNIT}"
 
 
 def test_no_gateway_and_no_such_instance_are_told_apart(control: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,6 +334,6 @@ def test_no_gateway_and_no_such_instance_are_told_apart(control: Any, tmp_path: 
     assert control.main(["save"]) == 0
     answering = Haproxy(tmp_path)
     assert control.main(["drain", "other"]) == control.EXIT_UNKNOWN
-    answering.listener.close()
+    answering.close()
     assert "it has chat" in capsys.readouterr().err
     assert answering.status == "UP"

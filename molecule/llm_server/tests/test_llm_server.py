@@ -35,8 +35,16 @@ def test_server_listens_on_loopback_alone(host: Host, port: int) -> None:
 
 
 def test_secrets_are_for_root_and_the_account_alone(host: Host) -> None:
-    secrets = host.file("/etc/v100ctl/instances/chat.env")
-    assert (secrets.user, secrets.group, secrets.mode) == ("root", "v100", 0o640)
+    for name in ("chat.env", "chat.keys"):
+        secrets = host.file(f"/etc/v100ctl/instances/{name}")
+        assert (secrets.user, secrets.group, secrets.mode) == ("root", "v100", 0o640)
+
+
+def test_the_key_stands_nowhere_else(host: Host) -> None:
+    found = host.run("grep -rl 'first-key-of-the-tes[t]' /etc /opt /run /var/log /var/lib /tmp /root")
+    assert found.stdout.split() == ["/etc/v100ctl/instances/chat.keys"]
+    assert host.run("journalctl --no-pager | grep -c 'first-key-of-the-tes[t]'").stdout.strip() == "0"
+    assert host.run("ps axww | grep 'first-key-of-the-tes[t]'").stdout == ""
 
 
 def test_the_applied_plan_is_recorded(host: Host) -> None:

@@ -11,7 +11,8 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
 ``save``
     Writes the servers' state for the process that takes over; part of a reload.
 ``status``
-    ``{"digest", "servers": {INSTANCE: {"status", "running", "engine"}}}``: which file is loaded, and how each server is seen.
+    ``{"digest", "keys_current", "servers": {INSTANCE: {"status", "running", "engine"}}}``: which file is loaded, whether the
+    keys are those of the files, and how each server is seen.
 
 A gateway that does not run is exit status 4, an instance that it does not know is 5.
 """
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, Dict, NoReturn, Sequence
 
 FOLDER = Path("/run/v100ctl-gateway")
+KEYS = Path("/etc/v100ctl/gateway")
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 POLL_S = 0.2
@@ -93,6 +95,20 @@ def server_states(statistics: str) -> dict[str, JsonObject]:
                 "engine": row.get("addr") or "",
             }
     return found
+
+
+def keys_current() -> bool:
+    """Whether the keys that are loaded are those of the files: they are no part of the digest, which everybody may read."""
+    listed = ask("show map")
+    loaded = {Path(name) for name in re.findall(r"\((/[^()]+\.keys)\)", listed)}
+    files = set(KEYS.glob("*.keys"))
+    return loaded == files and all(
+        _entries(re.sub(r"(?m)^0x[0-9a-f]+ ", "", ask(f"show map {file}"))) == _entries(file.read_text("utf-8")) for file in files
+    )
+
+
+def _entries(content: str) -> set[str]:
+    return {line for line in content.splitlines() if line.strip() and not line.startswith("#")}
 
 
 def open_connections(table: str, engine: str) -> int:
@@ -191,7 +207,13 @@ def main(arguments: Sequence[str]) -> int:
             return reopen(given.instance, given.limit_s)
         if given.verb == "save":
             return save()
-        _say({"digest": loaded_digest(ask("show info")), "servers": server_states(ask("show stat"))})
+        _say(
+            {
+                "digest": loaded_digest(ask("show info")),
+                "keys_current": keys_current(),
+                "servers": server_states(ask("show stat")),
+            }
+        )
     except NotRunning as error:
         sys.stderr.write(f"error: the gateway does not answer: {error}\n")
         return EXIT_NOT_RUNNING

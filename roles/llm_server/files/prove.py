@@ -64,8 +64,12 @@ def ask(request: dict[str, Any]) -> dict[str, Any]:
         "temperature": 0,
         "max_tokens": request["max_tokens"],
     }
+    headers = {"Content-Type": "application/json"}
+    if request.get("keys_file"):
+        # From the file: the request stands in the command line of this very program.
+        headers["Authorization"] = "Bearer " + Path(request["keys_file"]).read_text(encoding="ascii").split("\n")[0]
     asked = urllib.request.Request(  # noqa: S310 - the plan's own address of a server on this host
-        request["url"], data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}, method="POST"
+        request["url"], data=json.dumps(body).encode(), headers=headers, method="POST"
     )
     # No proxy: the address is this host's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 #: After so many restarts by systemd since it was started, a server will not come up by itself.
@@ -37,12 +38,19 @@ def unit_properties(unit: str) -> dict[str, str]:
     return {pair[0]: pair[1] for pair in pairs}
 
 
-def health(url: str) -> tuple[int | None, str]:
+def first_key(path: str) -> str:
+    """The key that opens the server, of a file with one a line; empty where it asks for none."""
+    return Path(path).read_text(encoding="ascii").split("\n")[0] if path else ""
+
+
+def health(url: str, key: str = "") -> tuple[int | None, str]:
     """The HTTP status that ``url`` answers with and ``""``, or ``None`` and the reason why there is none."""
     # No proxy: the address is this host's own.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    shown = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with opener.open(url, timeout=HEALTH_TIMEOUT_S) as response:
+        asked = urllib.request.Request(url, headers=shown)  # noqa: S310 - the plan's own address of a server on this host
+        with opener.open(asked, timeout=HEALTH_TIMEOUT_S) as response:
             return int(response.status), ""
     except urllib.error.HTTPError as error:
         return error.code, ""
@@ -78,9 +86,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--unit", required=True, help="the systemd unit")
     parser.add_argument("--url", required=True, help="its health path, as seen on this host")
+    parser.add_argument("--keys-file", default="", help="the file of its API keys, where it asks for one")
     parser.add_argument("--restarts-before", type=int, default=0, help="restarts by systemd that do not count")
     options = parser.parse_args(arguments)
-    status, reason = health(options.url)
+    status, reason = health(options.url, first_key(options.keys_file))
     document = judge(options.unit, unit_properties(options.unit), status, reason, options.restarts_before)
     json.dump(document, sys.stdout)
     sys.stdout.write("\n")

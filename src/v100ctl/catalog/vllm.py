@@ -285,6 +285,8 @@ class VllmRow(Row):
     quantization_words: Mapping[str, tuple[str, ...]] = Field(default_factory=dict)
     #: Arguments whose value is a secret; every user of a host can read a command line.
     secret_flags: tuple[str, ...] = ()
+    #: Paths beside `/health` that answer without the API key.
+    keyless_paths: tuple[str, ...] = ()
     #: Arguments that no setting says and that change what lies on the cards, and how large it is.
     moves_memory: tuple[str, ...] = ()
     #: Arguments that name a file of further arguments.

@@ -28,6 +28,7 @@ from v100ctl.plan import driver_actions, external, gateway, llama_cpp, tuning, u
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
+from v100ctl.plan.keys import INSTANCES_DIR, leftover_files
 from v100ctl.plan.models import (
     MODELS_DIR,
     file_paths,
@@ -163,6 +164,10 @@ def plan(
             planner.releases, models, facts, planner.llama_cpp_row, builds_here=planner.builds_here, wheels=planner.vllm_releases
         ),
     ]
+    # Those of an instance that goes are removed with it.
+    kept = {file.path for file in planner.secret_files} | {
+        f"{INSTANCES_DIR}/{name}.{kind}" for name in dropped | absent for kind in ("env", "keys")
+    }
     return with_host_json(
         HostPlan(
             host=host,
@@ -178,9 +183,11 @@ def plan(
                 *(planner.cuda.files if planner.cuda else ()),
                 *planner.tuning_files,
                 *units.shared_files(facts, planner.instances.values()),
+                *planner.secret_files,
                 *(planner.files[name] for name in sorted(planner.files)),
                 *front_files,
             ),
+            absent_files=leftover_files(facts, kept),
             units=tuple(started),
             instances=tuple(planner.instances[name] for name in sorted(planner.instances)),
             driver=planner.driver,
@@ -217,7 +224,7 @@ def _directories() -> tuple[Directory, ...]:
     account = Account()
     return (
         Directory("/etc/v100ctl"),
-        Directory("/etc/v100ctl/instances", mode="0750", group=account.group),
+        Directory(INSTANCES_DIR, mode="0750", group=account.group),
         Directory("/opt/v100ctl"),
         Directory(units.PROGRAMS_DIR),
         Directory(llama_cpp.ENGINES_DIR),

@@ -150,6 +150,7 @@ def values(
     draft_model_path: str | None,
     alias: str,
     gpu_count: int,
+    api_keys_file: str | None = None,
 ) -> dict[str, str]:
     """What each placeholder stands for; a setting without a value is left out."""
     settings = spec.settings
@@ -166,6 +167,8 @@ def values(
     }
     if draft_model_path is not None:
         found["draft_model"] = draft_model_path
+    if api_keys_file is not None:
+        found["api_keys_file"] = api_keys_file
     return {name: _word(value) for name, value in found.items()}
 
 

@@ -27,6 +27,8 @@ FOLDER = "/opt/v100ctl/gateway"
 PROGRAM = f"{FOLDER}/gateway_control.py"
 WAIT_SCRIPT = f"{FOLDER}/wait.lua"
 CONFIG = "/etc/v100ctl/gateway.cfg"
+#: A map for each front that asks for a key: the keys that open it, and the key that the engine is shown for each.
+KEYS_FOLDER = "/etc/v100ctl/gateway"
 FILES = (UNIT_PATH, PROGRAM, WAIT_SCRIPT, CONFIG)
 
 #: An engine behind the gateway listens on its public port plus this, or minus it where there is no such port.
@@ -61,16 +63,19 @@ def decide_gateway(
         public: The instances as the inventory has them.
         instances: The same as they are started.
     """
+    maps = [path for path, file in sorted(facts.files.items()) if path.startswith(f"{KEYS_FOLDER}/") and file.kind == "file"]
     if config.gateway_placement != "host" or not instances:
         left = [path for path in FILES if path in facts.files and facts.files[path].kind == "file"]
         ours = any((facts.files[path].content or "").startswith(f"# {MANAGED_HEADER}\n") for path in left)
-        return (GatewayDecision(UNIT, "absent", "", (), tuple(left)) if ours else None), ()
+        return (GatewayDecision(UNIT, "absent", "", (), (*left, *maps)) if ours or maps else None), ()
+    keys = tuple(_keys_file(name, public[name]) for name in sorted(instances) if public[name].keys)
     fronts = tuple(
         GatewayFront(
             instance=name,
             bind=_address(public[name].listen, public[name].port),
             engine=_address(instance.listen, instance.port),
             health_path=urlsplit(instance.health_url).path,
+            keys_file=_keys_path(name) if public[name].keys else "",
         )
         for name, instance in sorted(instances.items())
     )
@@ -96,10 +101,24 @@ def decide_gateway(
     files = (
         ManagedFile(PROGRAM, (content_dir() / "roles/gateway/files/gateway_control.py").read_text("utf-8"), ROLE, mode="0755"),
         ManagedFile(WAIT_SCRIPT, script, ROLE),
+        *keys,
         ManagedFile(CONFIG, render("gateway/haproxy.cfg.j2", **values, digest=digest), ROLE),
         ManagedFile(UNIT_PATH, unit, ROLE),
     )
-    return GatewayDecision(UNIT, "started", digest, fronts), files
+    unwanted = tuple(path for path in maps if path not in {file.path for file in keys})
+    return GatewayDecision(UNIT, "started", digest, fronts, unwanted), files
+
+
+def _keys_path(instance: str) -> str:
+    return f"{KEYS_FOLDER}/{instance}.keys"
+
+
+def _keys_file(name: str, spec: InstanceSpec) -> ManagedFile:
+    # For root alone: HAProxy reads it before it becomes another user.
+    lines = [f"# {MANAGED_HEADER}"]
+    # vLLM knows one key; the others are this gateway's own.
+    lines += [f"{key} {spec.keys[0] if spec.engine == 'vllm' else key}" for key in spec.keys]
+    return ManagedFile(_keys_path(name), "\n".join(lines) + "\n", ROLE, mode="0600", instance=name, secret=True)
 
 
 def _address(listen: str, port: int) -> str:

@@ -29,7 +29,8 @@ def with_host_json(decided: HostPlan) -> HostPlan:
         ],
         "files": {
             item.path: {
-                "sha256": hashlib.sha256(item.content.encode()).hexdigest(),
+                # A digest of a key tells whoever can try keys which is the right one, and everybody may read this file.
+                **({"secret": True} if item.secret else {"sha256": hashlib.sha256(item.content.encode()).hexdigest()}),
                 "mode": item.mode,
                 "owner": item.owner,
                 "group": item.group,
@@ -48,6 +49,7 @@ def with_host_json(decided: HostPlan) -> HostPlan:
                 "listen": item.listen,
                 "port": item.port,
                 "health_url": item.health_url,
+                **({"api_keys_file": item.api_keys_file} if item.api_keys_file else {}),
             }
             for item in decided.instances
         },

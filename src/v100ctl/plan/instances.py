@@ -19,6 +19,7 @@ from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
 from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
 from v100ctl.plan.gateway import behind
+from v100ctl.plan.keys import environment_path, key_files, key_rules, keyless_engine_rule, keys_path
 from v100ctl.plan.models import model_path, model_specs
 from v100ctl.plan.numa import place, threads_of
 from v100ctl.plan.rules.card_state import state_rules
@@ -134,6 +135,7 @@ class Planner:
                     self._unresolved.add(name)
         self.instances: dict[str, Instance] = {}
         self.files: dict[str, ManagedFile] = {}
+        self.secret_files: tuple[ManagedFile, ...] = ()
         #: Of llama.cpp.
         self.releases: tuple[Release, ...] = ()
         self.vllm_releases: tuple[Release, ...] = ()
@@ -256,6 +258,7 @@ class Planner:
     def _decide_instance(self, name: str, spec: InstanceSpec) -> None:
         row = self.llama_cpp_row
         self.instance_verdicts += instance_rules(name, self.public[name], self.config, row, self.catalog)
+        self.instance_verdicts += key_rules(name, self.public[name], self.config, self.catalog.vllm(self.config.vllm_version))
         model = self._models[model_path(spec.model)]
         self.instance_verdicts += placement_rules(
             name, spec, model, unit_name(name), self.facts, going=self._going, on_cards=self._on_cards(spec)
@@ -302,6 +305,7 @@ class Planner:
                 model_path=model.path,
                 alias=alias,
                 draft_model_path=self._draft_path(spec),
+                api_keys_file=keys_path(name) if spec.keys else None,
                 parser=parser,
                 threads=threads_of(self._placements[name], self.facts) if name in self._placements else None,
             )
@@ -422,6 +426,8 @@ class Planner:
         self.instance_verdicts += problems
         if any(problem.severity == "refuse" for problem in problems):
             return
+        if spec.keys and "api_keys_file" not in engine.names:
+            self.instance_verdicts.append(keyless_engine_rule(name, engine.name, gateway=self.config.gateway_placement == "host"))
         release = external.build_release(engine)
         if release not in self.releases:
             self.releases = (*self.releases, release)
@@ -434,6 +440,7 @@ class Planner:
             draft_model_path=self._draft_path(spec),
             alias=spec.settings.served_model_name or name,
             gpu_count=len(chosen),
+            api_keys_file=keys_path(name) if spec.keys else None,
         )
         try:
             argv = tuple(external.filled(word, known) for word in engine.argv) + spec.extra_args
@@ -499,9 +506,11 @@ class Planner:
                 writes_code=writes_code,
                 placement=self._placements.get(name),
                 systemd_version=self.facts.systemd.version if self.facts.systemd else 0,
+                secret_environment_file=environment_path(name) if spec.keys else "",
             ),
         )
         self.files[name] = file
+        self.secret_files += key_files(name, spec)
         self.instances[name] = Instance(
             name=name,
             unit=unit_name(name),
@@ -523,6 +532,7 @@ class Planner:
             gpus=keys,
             proof=proof,
             placement=self._placements.get(name),
+            api_keys_file=keys_path(name) if spec.keys else "",
         )
 
     def _memory_cards(self, chosen: Sequence[HostCard], *, margin_bytes: int = MARGIN_BYTES) -> tuple[vram.Card, ...]:

@@ -163,7 +163,13 @@ def meaningless_settings(settings: Settings) -> dict[str, str]:
 
 
 def _values(
-    config: HostConfig, spec: InstanceSpec, threads: int, model_path: str, alias: str, draft_model_path: str | None
+    config: HostConfig,
+    spec: InstanceSpec,
+    threads: int,
+    model_path: str,
+    alias: str,
+    draft_model_path: str | None,
+    api_keys_file: str | None,
 ) -> Iterator[tuple[str, Any]]:
     settings = spec.settings
     parallel = settings.parallel or DEFAULT_PARALLEL
@@ -172,6 +178,7 @@ def _values(
     yield "served_model_name", alias
     yield "listen", spec.listen
     yield "port", spec.port
+    yield "api_keys", api_keys_file
     # The engine's context is shared by its slots, so a request's own length is multiplied, unless the pool is one for all.
     yield "context_length", context_per_request(settings) * (1 if settings.kv_unified else parallel)
     # Explicit always: the engine's own default is several slots, which would divide the context.
@@ -225,6 +232,7 @@ def argv(
     model_path: str,
     alias: str,
     draft_model_path: str | None = None,
+    api_keys_file: str | None = None,
     parser: LlamaCppParser | None = None,
     threads: int | None = None,
 ) -> tuple[str, ...]:
@@ -239,6 +247,7 @@ def argv(
         model_path: Where the model lies there.
         alias: The name under which it is served.
         draft_model_path: Where the draft model lies, for ``speculative: {kind: draft}``.
+        api_keys_file: Where its keys lie, one a line.
         parser: The build's parser, which tells what ``extra_args`` say about the log.
         threads: How many it uses where the settings do not say; one for each physical core of the host by default.
 
@@ -250,7 +259,8 @@ def argv(
     speculative = spec.settings.speculative
     if speculative is not None and speculative.kind == "draft" and draft_model_path is None:
         raise ValueError("a draft model without its path")
-    for setting, value in _values(config, spec, threads or default_threads(facts), model_path, alias, draft_model_path):
+    decided = _values(config, spec, threads or default_threads(facts), model_path, alias, draft_model_path, api_keys_file)
+    for setting, value in decided:
         if value is None:
             continue
         text = _text(value)
@@ -300,8 +310,12 @@ def parser_argv(argv: Sequence[str]) -> tuple[str, ...]:
     """The command that has the engine's own parser read ``argv``: it exits 1 on a word that it does not take, else with 0.
 
     Neither a model nor a card is touched. Rules between arguments are not looked at: those are met when the server starts.
+    The parser opens the file of keys, which is written only after it has agreed: an empty one stands for it.
     """
-    return (*argv, "--help")
+    return (
+        *("/dev/null" if before == "--api-key-file" else word for before, word in zip(("", *argv), argv, strict=False)),
+        "--help",
+    )
 
 
 def _text(value: object) -> str:

@@ -40,7 +40,7 @@ def host_document(state: Examined) -> dict[str, Any]:
             "cuda": None,
             "error": state.error.message if state.error else "no facts",
         }
-    units = {file.instance: file.content for file in plan.files if file.instance}
+    units = {file.instance: file.content for file in plan.files if file.instance and not file.secret}
     return {
         "verdict": plan.verdict,
         "rules": [

@@ -304,12 +304,16 @@ class Placement:
 
 @dataclass(frozen=True)
 class GatewayFront:
-    """One public port: where the gateway listens, and the engine behind it (``ADDRESS:PORT`` each)."""
+    """One public port: where the gateway listens, and the engine behind it (``ADDRESS:PORT`` each).
+
+    ``keys_file`` says which keys open it and what each is called towards the engine, empty where it asks for none.
+    """
 
     instance: str
     bind: str
     engine: str
     health_path: str
+    keys_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -334,6 +338,7 @@ class Instance:
     second that the cards' memory bandwidth allows one stream). ``published`` are figures that others gave for the like.
     ``parser_argv`` makes the engine read its command line and end, without a model or a card; empty where it cannot.
     ``proof`` says how it is seen that the cards do the work, ``placement`` to which processors and memory it is bound, if to any.
+    ``api_keys_file`` is where its keys lie on the host, empty where it asks for none.
     """
 
     name: str
@@ -360,6 +365,7 @@ class Instance:
     published: tuple[PublishedSpeed, ...] = ()
     proof: Proof = Proof()
     placement: Placement | None = None
+    api_keys_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -367,7 +373,7 @@ class HostPlan:
     """Everything that is decided for one host.
 
     A refused plan holds its rules and whatever was decided before; :attr:`verdict` says that none of it may be applied.
-    ``unused_models`` are paths in the store that are to be removed.
+    ``unused_models`` are paths in the store that are to be removed, ``absent_files`` files of keys that nothing needs any more.
     """
 
     host: str
@@ -380,6 +386,7 @@ class HostPlan:
     models: tuple[Model, ...] = ()
     unused_models: tuple[str, ...] = ()
     files: tuple[ManagedFile, ...] = ()
+    absent_files: tuple[str, ...] = ()
     units: tuple[Unit, ...] = ()
     instances: tuple[Instance, ...] = ()
     host_json: ManagedFile | None = field(default=None)

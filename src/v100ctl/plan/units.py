@@ -69,6 +69,7 @@ class Surroundings:
         writes_code: It makes machine code at run time, and so needs memory that is written and executed.
         placement: The processors and the memory that it is bound to.
         systemd_version: Of the host; 0 where it is not known.
+        secret_environment_file: The file that says which keys it is started with, and the keys where the engine wants them there.
     """
 
     model_paths: tuple[str, ...] = ()
@@ -78,6 +79,7 @@ class Surroundings:
     writes_code: bool = False
     placement: Placement | None = None
     systemd_version: int = 0
+    secret_environment_file: str = ""
 
 
 def cache_directory(name: str) -> str:
@@ -139,6 +141,7 @@ def render_unit(
         "limit_nofile": LIMIT_NOFILE,
         "cards": bool(around.cards),
         "cards_file": _cards_file(name) if around.cards and around.by_index else "",
+        "secret_environment_file": around.secret_environment_file,
         "check_argv": _check_argv(name, around),
         "check_timeout_s": CHECK_TIMEOUT_S,
         "devices_unit": DEVICES_UNIT,

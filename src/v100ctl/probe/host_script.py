@@ -84,6 +84,13 @@ MAX_MODEL_NAMES = 20
 XID_AGE_S = 24 * 3600.0
 
 CONFIG_DIR = "/etc/v100ctl"
+INSTANCES_DIR = "/etc/v100ctl/instances"
+GATEWAY_KEYS_DIR = "/etc/v100ctl/gateway"
+#: Files of these names are secret, whoever may read them.
+SECRET_SUFFIXES = (".keys", ".env")
+KEYED_DIGEST_ROUNDS = 20000
+#: Says which keys a process was started with. Its value is not told.
+KEYS_VARIABLE = b"V100CTL_KEYS_SHA256"
 UNIT_DIR = "/etc/systemd/system"
 CRON_FILE = "/etc/cron.d/v100ctl"
 ENGINES_DIR = "/opt/v100ctl/engines"
@@ -106,6 +113,7 @@ PACKAGE_LOCKS = (
 #: Where the gateway's HAProxy is asked for its state.
 GATEWAY_SOCKET = "/run/v100ctl-gateway/admin.sock"
 # A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
+INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service")
 #: Units of others that this toolkit has something to do with.
 OTHER_UNITS = ("docker.service", "nvidia-persistenced.service", "v100ctl-gateway.service", "v100ctl-gpu-tuning.service")
@@ -945,11 +953,21 @@ def package_locks(paths: "tuple[str, ...]" = PACKAGE_LOCKS) -> "list[Document]":
 # --- files --------------------------------------------------------------------------------------------------------------------
 
 
+def keyed_digest(salt: str, content: bytes) -> str:
+    """What stands for a file of secrets in the document.
+
+    A plain digest would be the same everywhere and at any time. This one is of a salt that is new with each document, so that
+    nothing that is kept can be compared with it, and slow enough that guessing costs more than with a hash.
+    """
+    return hashlib.pbkdf2_hmac("sha256", content, salt.encode("ascii"), KEYED_DIGEST_ROUNDS).hex()
+
+
 class FileReporter:
     """Reports files like ``ManagedFile``, at most :data:`MAX_FILES` of them and within a budget of content."""
 
-    def __init__(self, names: Names, deep: bool = False) -> None:
+    def __init__(self, names: Names, deep: bool = False, salt: str = "") -> None:
         self.names = names
+        self.salt = salt
         self.deep = deep
         self.files = {}  # type: dict[str, Document]
         self.problems = []  # type: list[str]
@@ -1007,10 +1025,14 @@ class FileReporter:
                 if read_bytes > MAX_HASHED_BYTES and not self.deep:
                     return
                 digest.update(chunk)
-            entry["sha256"] = digest.hexdigest()
+            secret = path.endswith(SECRET_SUFFIXES)
+            if not secret:
+                entry["sha256"] = digest.hexdigest()
+            elif self.salt and len(raw) <= MAX_CONTENT_BYTES:
+                entry["keyed_digest"] = keyed_digest(self.salt, raw)
         finally:
             os.close(descriptor)
-        secret = path.endswith((".keys", ".env")) or not status.st_mode & stat.S_IROTH
+        secret = secret or not status.st_mode & stat.S_IROTH
         if with_content and not secret and len(raw) <= min(MAX_CONTENT_BYTES, self.content_left_bytes):
             try:
                 entry["content"] = raw.decode("utf-8")
@@ -1056,7 +1078,7 @@ def collect_files(facts: "Document", request: "Document") -> "Document":
 
     A file that only ``host.json`` names is reported without content: what is written there must not be able to fetch others.
     """
-    reporter = FileReporter(Names(), bool(request["deep"]))
+    reporter = FileReporter(Names(), bool(request["deep"]), str(facts.get("secret_salt", "")))
     problem = ""
     try:
         reporter.walk(CONFIG_DIR)
@@ -1379,9 +1401,12 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
     deleted = executable.endswith(" (deleted)")
     argv = read_file(os.path.join(folder, "cmdline"), 1 << 17)
     environment = {}
+    keys_current = None
     for entry in read_file(os.path.join(folder, "environ"), 1 << 20).split(b"\0"):
         name, separator, value = entry.partition(b"=")
-        if separator and name.startswith((b"V100CTL_", b"CUDA_", b"OMP_")):
+        if name == KEYS_VARIABLE:
+            keys_current = has_keys_of(unit, text(value))
+        elif separator and name.startswith((b"V100CTL_", b"CUDA_", b"OMP_")):
             environment[text(name)] = text(value[:4096])
     # The name in parentheses may hold blanks and parentheses itself.
     fields = read_text(os.path.join(folder, "stat")).rpartition(")")[2].split()
@@ -1395,6 +1420,7 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
         # Each argument ends with a NUL; an empty one is an argument too.
         "argv": [text(argument) for argument in argv.split(b"\0")[:-1]],
         "environ": environment,
+        "keys_current": keys_current,
         "user": names.user(int(status_field(status, "Uid").split()[1])),
         "started_s": started_s,
         "nofile_soft": limits["Max open files"][0],
@@ -1406,6 +1432,22 @@ def collect_process(pid: int, unit: str, names: Names, proc: str = "/proc") -> "
         "swap_bytes": _kilobytes(status_field(status, "VmSwap")),
         "deleted_libraries": deleted_libraries(read_text(os.path.join(folder, "maps"), "", limit_bytes=4 << 20)),
     }
+
+
+def keys_of(instance: str, folder: str = INSTANCES_DIR) -> bytes:
+    """The file of an instance's keys; empty where it has none, or only its owner may read it."""
+    if not INSTANCE_NAME.fullmatch(instance):
+        return b""
+    try:
+        return read_file(os.path.join(folder, f"{instance}.keys"), 1 << 20, follow=False)
+    except (OSError, ProbeFailure):
+        return b""
+
+
+def has_keys_of(unit: str, digest: str) -> "bool | None":
+    """Whether a process that was started with the keys of ``digest`` has those that its file holds now."""
+    keys = keys_of(unit[len("v100-") : -len(".service")])
+    return hashlib.sha256(keys).hexdigest() == digest if keys else None
 
 
 def parse_tcp(content: str) -> "list[tuple[str, int, int]]":
@@ -1531,18 +1573,36 @@ def gateway_facts(info: str, statistics: str) -> "Document":
     return {"digest": loaded.group(1) if loaded else "", "servers": servers}
 
 
+def map_lines(content: str, skip: str = "") -> "set[str]":
+    """The entries of a map of keys, of its file or as HAProxy tells what it has loaded (``skip``: what stands before each)."""
+    lines = [re.sub(skip, "", line) for line in content.splitlines()] if skip else content.splitlines()
+    return {line for line in lines if line.strip() and not line.startswith("#")}
+
+
+def gateway_keys_current(folder: str = GATEWAY_KEYS_DIR, path: str = GATEWAY_SOCKET) -> bool:
+    """Whether the gateway has loaded the keys that its files hold."""
+    listed = ask_gateway("show map", path)
+    loaded = set(re.findall(rf"\(({re.escape(folder)}/[a-z0-9-]+\.keys)\)", listed))
+    names = {os.path.join(folder, name) for name in _listdir(folder) if name.endswith(".keys")}
+    return loaded == names and all(
+        map_lines(ask_gateway(f"show map {name}", path), r"^0x[0-9a-f]+ ") == map_lines(read_text(name)) for name in sorted(names)
+    )
+
+
 def collect_gateway() -> "Document | None":
     """The gateway that runs; ``None`` where there is none, or only its owner may ask it."""
     if not os.access(GATEWAY_SOCKET, os.W_OK):
         return None
-    return gateway_facts(ask_gateway("show info"), ask_gateway("show stat"))
+    found = gateway_facts(ask_gateway("show info"), ask_gateway("show stat"))
+    found["keys_current"] = gateway_keys_current()
+    return found
 
 
 # --- health -------------------------------------------------------------------------------------------------------------------
 
 
-def ask_health(url: str, limit_s: float = 3.0) -> "Document":
-    """The HTTP status of one GET, or the reason why there is none."""
+def ask_health(url: str, limit_s: float = 3.0, key: str = "") -> "Document":
+    """The HTTP status of one GET, or the reason why there is none. ``key``: what opens the server, where it asks for one."""
     match = re.fullmatch(r"http://(\[[0-9A-Fa-f:.]+\]|[0-9.]+|localhost)(?::([0-9]{1,5}))?(/[!-~]*)?", url)
     if not match:
         return {"status": None, "error": f"cannot ask {text(url[:200])}"}
@@ -1552,8 +1612,9 @@ def ask_health(url: str, limit_s: float = 3.0) -> "Document":
     head = b""
     try:
         with socket.create_connection((address, int(match.group(2) or 80)), timeout=limit_s) as connection:
-            request = "GET {} HTTP/1.0\r\nHost: {}\r\nConnection: close\r\n\r\n".format(match.group(3) or "/", match.group(1))
-            connection.sendall(request.encode("ascii"))
+            shown = f"Authorization: Bearer {key}\r\n" if re.fullmatch(r"[!-~]+", key) else ""
+            head_lines = f"Host: {match.group(1)}\r\n{shown}Connection: close\r\n\r\n"
+            connection.sendall("GET {} HTTP/1.0\r\n{}".format(match.group(3) or "/", head_lines).encode("ascii"))
             # The time limit is for the whole answer: a server that drips bytes must not stretch it.
             while b"\n" not in head and len(head) < 4096:
                 wait_s = deadline_s - time.monotonic()
@@ -1579,7 +1640,8 @@ def collect_health(urls: "dict[str, str]", limit_s: float = 3.0) -> "dict[str, D
     answers = {}  # type: dict[str, Document]
 
     def ask(name: str, url: str) -> None:
-        answers[name] = ask_health(url, limit_s)
+        key = text(keys_of(name).split(b"\n")[0])
+        answers[name] = ask_health(url, limit_s, key)
 
     threads = [threading.Thread(target=ask, args=item, daemon=True) for item in sorted(urls.items())[:64]]
     for thread in threads:
@@ -2664,6 +2726,7 @@ def probe(request: "Document") -> "Document":
         # Looked at where there is a card.
         "uvm": "",
         "kernel_log": {"seen": False, "xids": []},
+        "secret_salt": os.urandom(16).hex(),
         "errors": {},
     }  # type: Document
     # `nvidia-smi` is slow even where it works: it runs beside all the rest.

@@ -269,7 +269,6 @@ def published_findings(command: Command) -> Iterator[Finding]:
 #: Rules of the plan that are about the host, the inventory or what this toolkit does, not about a command line.
 _NOT_ABOUT_FLAGS = frozenset(
     {
-        "api-keys-unavailable",
         "context-shared",
         "gpus-without-cuda",
         "listen-unauthenticated",

@@ -58,6 +58,8 @@ def unset_placeholder_rule(name: str, placeholder: str) -> Rule:
     """A word names a setting that has no value."""
     if placeholder == "draft_model":
         nearest = "`speculative: {kind: draft, model: ...}` in `settings`, or a definition without that word"
+    elif placeholder == "api_keys_file":
+        nearest = "`api_keys` at the instance, or a definition without that word"
     else:
         nearest = f"`{placeholder.replace('.', ': {')}: ...{'}' if '.' in placeholder else ''}` in `settings`, or no such word"
     return Rule(

@@ -9,27 +9,21 @@ from v100ctl.catalog import Catalog, LlamaCppBuild
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.plan import llama_cpp
+from v100ctl.plan.keys import is_loopback
 from v100ctl.plan.rules.host import memory_bytes
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Model, Rule
 
-_UNAUTHENTICATED_HINT = "`listen: 127.0.0.1`, or `llm_server_allow_unauthenticated: true` on a network where everyone may use it"
+_UNAUTHENTICATED_HINT = (
+    "`api_keys`, `listen: 127.0.0.1`, or `llm_server_allow_unauthenticated: true` on a network where everyone may use it"
+)
 
 
 def instance_rules(
     name: str, spec: InstanceSpec, config: HostConfig, row: LlamaCppBuild | None, catalog: Catalog
 ) -> Iterator[Rule]:
     """Rules about one instance that need no host."""
-    loopback = spec.listen == "::1" or spec.listen.startswith("127.")
-    if spec.api_keys is not None:
-        yield Rule(
-            "api-keys-unavailable",
-            "refuse",
-            "this version cannot hand API keys to a server yet, and serving without them would not be what you asked",
-            f"no `api_keys`, with {_UNAUTHENTICATED_HINT}",
-            instance=name,
-        )
-    elif not loopback and not config.llm_server_allow_unauthenticated:
+    if not spec.keys and not is_loopback(spec.listen) and not config.llm_server_allow_unauthenticated:
         yield Rule(
             "listen-unauthenticated",
             "refuse",
