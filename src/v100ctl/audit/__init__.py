@@ -14,6 +14,7 @@ from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_
 from v100ctl.examine import Examined, examine_each
 from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet
+from v100ctl.plan.keys import first_keys
 from v100ctl.plan.types import describe
 from v100ctl.probe.text import escaped
 
@@ -30,10 +31,11 @@ OnHost = Callable[[str, "HostAudit"], None]
 
 @dataclass(frozen=True)
 class Speed:
-    """An instance, as in the plan, and how fast it was when it was proved."""
+    """An instance, as in the plan, how fast it was when it was proved, and what opens it where it asks for a key."""
 
     instance: Mapping[str, Any]
     tokens_per_second: float
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,12 @@ class HostAudit:
 def _speeds(state: Examined) -> Iterator[Speed]:
     if state.facts is None or state.plan is None:
         return
+    keys = first_keys(state.plan)
     for instance in state.plan.instances:
         baseline = state.facts.baselines.get(instance.name)
         if baseline is not None and baseline.tokens_per_second and baseline.digest == instance.digest:
             named = {name: getattr(instance, name) for name in ("name", "unit", "completion_url", "model_alias")}
-            yield Speed(named, baseline.tokens_per_second)
+            yield Speed(named, baseline.tokens_per_second, keys.get(instance.name))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,14 @@ def _ask_host(fleet: Fleet, name: str, speeds: tuple[Speed, ...], access: Access
         with open_session(connection) as session:
             for speed in speeds:
                 try:
-                    answer = ask(session, speed.instance, PROOF_PROMPT, max_tokens=PROOF_MAX_TOKENS, timeout_s=PROOF_TIMEOUT_S)
+                    answer = ask(
+                        session,
+                        speed.instance,
+                        PROOF_PROMPT,
+                        max_tokens=PROOF_MAX_TOKENS,
+                        timeout_s=PROOF_TIMEOUT_S,
+                        api_key=speed.api_key,
+                    )
                 except V100ctlError as error:
                     found.append(_finding(speed.instance, "no-answer", "an answer", error.message, "error"))
                     continue
