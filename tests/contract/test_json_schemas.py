@@ -17,6 +17,7 @@ from v100ctl.examine import Examined, decide
 from v100ctl.facts import Facts
 from v100ctl.fleet import FleetHost
 from v100ctl.history import History, Restored, State
+from v100ctl.operate import status_document, status_exit_code, status_of
 from v100ctl.plan.report import exit_code, plan_document
 from v100ctl.plan.types import Rule
 from v100ctl.provision import HostResult, ProvisionResult
@@ -75,6 +76,13 @@ def test_audit(name: str, status: str, code: int) -> None:
     report = AuditReport.of({"h1": STATES[name]})
     validate(report.to_json(), "audit")
     assert (report.status("h1"), report.exit_code) == (status, code)
+
+
+@pytest.mark.parametrize(("name", "code"), [("clean", 0), ("bare", 2), ("unreachable", 1), ("broken", 1)])
+def test_status(name: str, code: int) -> None:
+    found = {"h1": status_of(STATES[name])}
+    validate(status_document(found), "status")
+    assert status_exit_code(found) == code
 
 
 def test_the_worst_host_decides_the_exit_code() -> None:

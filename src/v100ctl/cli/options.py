@@ -91,6 +91,9 @@ def _not_nan(ctx: click.Context, parameter: click.Parameter, value: float | None
     return value
 
 
+_FORKS_OPTION = click.option(
+    "-f", "--forks", type=click.IntRange(min=1), default=DEFAULT_FORKS, show_default=True, help="How many hosts at once."
+)
 _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "-i",
@@ -115,9 +118,7 @@ _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = 
         is_flag=True,
         help="Accept SSH keys of hosts that are not known yet; a changed key is always refused.",
     ),
-    click.option(
-        "-f", "--forks", type=click.IntRange(min=1), default=DEFAULT_FORKS, show_default=True, help="How many hosts at once."
-    ),
+    _FORKS_OPTION,
     click.option(
         "--timeout",
         "timeout_s",
@@ -141,6 +142,21 @@ def host_options(command: Callable[..., int]) -> Callable[..., int]:
 
     decorated: Callable[..., int] = wrapped
     for option in reversed(_HOST_OPTIONS):
+        decorated = option(decorated)
+    return decorated
+
+
+def one_host_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Like :func:`host_options` for a command that asks one host alone: no ``--forks``, whose short form is free for others."""
+
+    @functools.wraps(command)
+    def wrapped(**parameters: Any) -> int:
+        names = {field.name for field in dataclasses.fields(HostOptions)} - {"forks"}
+        common = {name: parameters.pop(name) for name in names}
+        return command(hosts=HostOptions(**common, forks=1), **parameters)
+
+    decorated: Callable[..., int] = wrapped
+    for option in reversed([option for option in _HOST_OPTIONS if option is not _FORKS_OPTION]):
         decorated = option(decorated)
     return decorated
 
