@@ -26,7 +26,7 @@ TYPES: Mapping[str, tuple[int, int, int]] = {
     "q6_K": (14, 256, 210),
     "mxfp4": (39, 32, 17),
 }
-_ALIGNMENT = 32
+ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def write(shape: Shape, path: Path, *, tokens: bool = False) -> int:
 
     Without ``tokens`` the vocabulary is only a number: enough to load, but a completion needs words for its tokens.
     """
-    metadata = {"general.architecture": shape.architecture, "general.alignment": _ALIGNMENT, **shape.metadata}
+    metadata = {"general.architecture": shape.architecture, "general.alignment": ALIGNMENT, **shape.metadata}
     if tokens:
         count = metadata[f"{shape.architecture}.vocab_size"]
         # A byte each for what is no word, as the tokenizer wants it; 2, 3, 6 and 1 are unknown, control, byte and normal tokens.
@@ -65,9 +65,9 @@ def write(shape: Shape, path: Path, *, tokens: bool = False) -> int:
     for name, kind, dimensions in shape.tensors:
         parts.append(_text(name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
         parts.append(struct.pack("<IQ", TYPES[kind][0], offset))
-        offset += -(-tensor_bytes(kind, dimensions) // _ALIGNMENT) * _ALIGNMENT
+        offset += -(-tensor_bytes(kind, dimensions) // ALIGNMENT) * ALIGNMENT
     header = b"".join(parts)
-    header += b"\0" * (-len(header) % _ALIGNMENT)
+    header += b"\0" * (-len(header) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(len(header) + offset)
@@ -80,9 +80,7 @@ def fill(shape: Shape, path: Path, *, seed: int = 0) -> None:
     A model of zeros answers with one token for ever, which is what a proof of service refuses.
     """
     rng = random.Random(seed)
-    position = path.stat().st_size - sum(
-        -(-tensor_bytes(kind, size) // _ALIGNMENT) * _ALIGNMENT for _, kind, size in shape.tensors
-    )
+    position = path.stat().st_size - sum(-(-tensor_bytes(kind, size) // ALIGNMENT) * ALIGNMENT for _, kind, size in shape.tensors)
     with path.open("r+b") as file:
         for name, kind, dimensions in shape.tensors:
             count = math.prod(dimensions)
@@ -100,7 +98,7 @@ def fill(shape: Shape, path: Path, *, seed: int = 0) -> None:
                 raise ValueError(f"no weights are made of {kind}")
             file.seek(position)
             file.write(data)
-            position += -(-len(data) // _ALIGNMENT) * _ALIGNMENT
+            position += -(-len(data) // ALIGNMENT) * ALIGNMENT
 
 
 def _text(text: str) -> bytes:

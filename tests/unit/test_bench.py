@@ -220,6 +220,7 @@ def test_cards(
     (tmp_path / "use").write_text(use)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(host_script.Sampler.__init__, "__defaults__", (0.01,))
+    monkeypatch.setattr(host_script, "REST_WAIT_S", 0.01)
     options = Options(runs=2, tokens=40, max_prompt_tokens=100, prompt_runs=1, streams=False)
     document = measured(Behaviour(decode_tps=400), options=options, cards=("GPU-1",))
     # On a busy machine the two clocks of so short an answer may differ.
@@ -230,6 +231,15 @@ def test_cards(
     assert card["during"]["samples"] > 0 and card["during"]["max_power_w"] == 181.2
     assert card["before"]["power_capped"] is (None if mask.startswith("[") else mask.endswith("4"))
     assert document["decode"]["tokens_per_joule"] > 0
+
+
+def test_a_card_is_given_time_to_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([80.0, 30.0, 0.0])
+    waited: list[float] = []
+    monkeypatch.setattr(host_script, "cards", lambda wanted: [{"utilization_percent": next(seen)}])
+    monkeypatch.setattr(host_script.time, "sleep", waited.append)
+    host_script.await_rest(["GPU-1"])
+    assert len(waited) == 2
 
 
 # --- gains and noise ----------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ CARD_FIELDS = (
 )
 #: How often the cards are asked while requests run.
 SAMPLE_EVERY_S = 1.0
+#: How often and how long it is waited for a card to come to rest.
+REST_LOOKS, REST_WAIT_S = 3, 1.5
 CGROUP_ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd", "/sys/fs/cgroup/unified")
 MAX_LINE_BYTES = 4 * 1024**2
 MAX_BODY_BYTES = 64 * 1024**2
@@ -352,6 +354,14 @@ def cards(wanted: Iterable[str]) -> list[dict[str, Any]]:
     return found
 
 
+def await_rest(wanted: Iterable[str]) -> None:
+    """Wait a moment for what has just ended: a card tells its use as a mean over the last second."""
+    for _ in range(REST_LOOKS):
+        if all((state["utilization_percent"] or 0) == 0 for state in cards(wanted)):
+            return
+        time.sleep(REST_WAIT_S)
+
+
 def unit_pids(unit: str) -> set[int]:
     """The processes of the unit: those of its control group, in whichever hierarchy systemd keeps it."""
     shown = run(["systemctl", "show", "--property", "ControlGroup,MainPID", "--", unit], 15) or ""
@@ -453,6 +463,8 @@ def measure(request: dict[str, Any], key: str = "") -> dict[str, Any]:
     wanted = list(request["cards"])
     phase = request["phase"]
     kind, seed = phase["kind"], int(phase.get("seed", 1))
+    if kind == "state" and wanted:
+        await_rest(wanted)
     answer: dict[str, Any] = {"busy_slots": server.busy_slots(), "load_1m": os.getloadavg()[0], "cpus": os.cpu_count() or 1}
     answer["cards_before"] = cards(wanted) if wanted else []
     answer["strangers"] = strangers(request["unit"], wanted) if wanted else []
