@@ -55,5 +55,5 @@ print(f"{20 * 2 * one.numel() / start.elapsed_time(end) / 1e6:.0f} GB/s")
 PY
 say measure
 python3 -m tests.device.bench_on_a_card "$inputs" "$out" $model $((seconds - SECONDS))
-tar czf "$out/reports.tar.gz" -C "$out" $(cd "$out" && ls | grep -E '\.(json|log|argv)$')
+(cd "$out" && tar czf reports.tar.gz ./*.json ./*.log ./*.argv)
 say end
