@@ -22,6 +22,7 @@ from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
 from v100ctl.plan.units import attainable_nofile, told, unit_name
+from v100ctl.plan.upkeep import CRON_FILE, CRON_UNIT
 from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
 from v100ctl.surroundings import around
 
@@ -108,6 +109,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_services(plan, facts),
         *_gateway(plan, facts, applied),
         *around(plan, facts),
+        *_upkeep(plan, facts, applied),
     )
 
 
@@ -657,6 +659,34 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
                 f"`python3 {gateway.PROGRAM} open {front.instance}` on the host lets requests in again",
                 front.instance,
             )
+
+
+def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    """Who looks after running servers: the watchdog, and what starts restarts at night."""
+    for name in plan.upkeep.units:
+        # The host's own cron has no file of ours.
+        ours = f"/etc/systemd/system/{name}" if name != CRON_UNIT else CRON_FILE
+        kind: Kind = applied.kind(bool(applied.file(ours)))
+
+        def finding(what: str, expected: str, actual: str, name: str = name, kind: Kind = kind) -> Finding:
+            return Finding(f"unit.{what}:{name}", kind, "unit", "llm_server", expected, actual, "error", _PROVISION)
+
+        unit = facts.units.get(name)
+        if unit is None or unit.load_state == "not-found":
+            yield finding("missing", "loaded", "not loaded")
+            continue
+        if "masked" in (unit.load_state, unit.unit_file_state):
+            yield finding("masked", "enabled", "masked")
+        elif unit.unit_file_state != "enabled":
+            yield finding("disabled", "enabled", unit.unit_file_state or "unknown")
+        if unit.need_daemon_reload:
+            yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
+        if unit.active_state != "active":
+            yield finding("inactive", "active", f"{unit.active_state} ({unit.sub_state}), result {unit.result or 'unknown'}")
+    for path in plan.upkeep.absent_files:
+        yield Finding(
+            f"file.unwanted:{path}", "pending", "file", "llm_server", "absent", "of a plan before this", "warn", _PROVISION
+        )
 
 
 def restarts(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

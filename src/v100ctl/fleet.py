@@ -625,6 +625,43 @@ class KeyFile(_Config):
     from_controller: Annotated[str, AfterValidator(_controller_path)]
 
 
+class Watchdog(_Config):
+    """Restarts a server that answers and computes nothing any more.
+
+    Attributes:
+        enabled: By default wherever the engine shows that it gets on.
+        limit_s: How long it may have requests and get on with none; by default what its slowest step can take.
+    """
+
+    enabled: bool | None = None
+    limit_s: int | None = Field(default=None, ge=30, le=86400)
+
+
+def _window(value: str) -> str:
+    match = re.fullmatch(r"([01][0-9]|2[0-3]):([0-5][0-9])-([01][0-9]|2[0-3]):([0-5][0-9])", value)
+    if match is None:
+        raise ValueError('must be two times of the day, "03:00-05:00"')
+    if value[:5] == value[6:]:
+        raise ValueError("must not begin and end at the same time")
+    return value
+
+
+class NightlyRestart(_Config):
+    """A restart each night, of a server at rest.
+
+    Attributes:
+        enabled: Whether there is one.
+        window: When it begins, "HH:MM-HH:MM", past midnight too; hosts are spread over it.
+        time_zone: A name of the zone database ("Europe/Berlin"); without it the host's own time counts.
+        limit_s: How long running requests may take to end before it is skipped for that night.
+    """
+
+    enabled: bool = True
+    window: Annotated[str, AfterValidator(_window)] = "03:00-05:00"
+    time_zone: str | None = Field(default=None, pattern=r"^[A-Za-z]+(/[A-Za-z0-9_+-]+)*$")
+    limit_s: int = Field(default=120, ge=0, le=86400)
+
+
 class InstanceSpec(_Config):
     """One served model on a host."""
 
@@ -639,6 +676,8 @@ class InstanceSpec(_Config):
     settings: Settings = Settings()
     extra_args: tuple[Argument, ...] = ()
     numa: Literal["auto", "off"] | Annotated[int, Field(ge=0, le=1023)] = "auto"
+    watchdog: Watchdog = Watchdog()
+    nightly_restart: NightlyRestart | None = None
     state: Literal["present", "absent"] = "present"
 
     @property

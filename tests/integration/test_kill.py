@@ -83,7 +83,8 @@ def wipe(host: RunningHost) -> None:
     """The host is bare again (packages stay: they are apt's to keep whole)."""
     on_host(
         host,
-        f"systemctl disable --now {UNIT} 2>/dev/null; rm -rf {UNIT_FILE} /etc/v100ctl /opt/v100ctl /var/lib/v100ctl;"
+        f"systemctl disable --now {UNIT} v100ctl-watchdog 2>/dev/null; rm -f /etc/systemd/system/v100ctl-watchdog.service;"
+        f"rm -rf {UNIT_FILE} /etc/v100ctl /opt/v100ctl /var/lib/v100ctl;"
         "systemctl daemon-reload; userdel v100 2>/dev/null; true",
     )
 

@@ -40,7 +40,8 @@ def inventory(lab_host: RunningHost, tmp_path_factory: pytest.TempPathFactory) -
 def bare(lab_host: RunningHost) -> Iterator[None]:
     """Nothing of an earlier session is on a shared host that was kept."""
     remove = (
-        f"systemctl disable --now {UNIT}; rm -rf {UNIT_FILE} {UNIT_FILE}.d /etc/v100ctl /opt/v100ctl /var/lib/v100ctl;"
+        f"systemctl disable --now {UNIT} v100ctl-watchdog; rm -f /etc/systemd/system/v100ctl-watchdog.service;"
+        f"rm -rf {UNIT_FILE} {UNIT_FILE}.d /etc/v100ctl /opt/v100ctl /var/lib/v100ctl;"
         "systemctl daemon-reload; userdel v100; apt-get -qq purge -y libgomp1; true"
     )
     on_host(lab_host, remove)

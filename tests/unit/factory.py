@@ -110,6 +110,10 @@ def applied_facts(decided: HostPlan, **changes: Any) -> Facts:
             }
             for number, unit in enumerate(decided.units)
             if unit.state == "started"
+        }
+        | {
+            name: {"load_state": "loaded", "active_state": "active", "sub_state": "running", "unit_file_state": "enabled"}
+            for name in decided.upkeep.units
         },
         "processes": [
             {

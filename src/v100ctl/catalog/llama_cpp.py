@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from v100ctl.catalog.rows import Row
+from v100ctl.catalog.rows import Progress, Row
 
 
 class Archive(Row):
@@ -168,6 +168,7 @@ class LlamaCppBuild(Row):
     #: Whether a CUDA build of it splits single tensors over cards (``--split-mode row``); the parser takes the word either way.
     cuda_row_split: bool
     health_path: str
+    progress: Progress
     proof: LlamaCppProof
     #: Words that this build refuses and that tutorials use -> what says the same to it.
     former_flags: dict[str, str] = Field(default_factory=dict)

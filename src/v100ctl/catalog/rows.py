@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,6 +13,21 @@ class Row(BaseModel):
     """A row that refuses unknown keys and cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Progress(Row):
+    """Where an engine shows that it gets on with its requests.
+
+    ``slots``: JSON of llama.cpp's slots. ``metrics``: Prometheus' text, where ``busy`` are gauges of requests and ``counters``
+    grow with each step. ``hidden_by`` are words of the command line with which it shows nothing, or must not be asked.
+    """
+
+    source: str
+    kind: Literal["slots", "metrics"]
+    path: str
+    hidden_by: tuple[str, ...]
+    busy: tuple[str, ...] = ()
+    counters: tuple[str, ...] = ()
 
 
 @functools.lru_cache(maxsize=4096)

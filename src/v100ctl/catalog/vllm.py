@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import Field
 
-from v100ctl.catalog.rows import Row
+from v100ctl.catalog.rows import Progress, Row
 
 #: An argument that the value follows, or the words for each value; no words: nothing needs saying.
 Spelling = str | dict[str, tuple[str, ...]]
@@ -295,6 +295,7 @@ class VllmRow(Row):
     #: Setting -> why it cannot be on below compute capability 8.0.
     volta_prefill: Mapping[str, str] = Field(default_factory=dict)
     health_path: str = "/health"
+    progress: Progress | None = None
     #: Words that other versions take -> what says the same to this one, empty where that is this version's default.
     former_arguments: Mapping[str, str] = Field(default_factory=dict)
 

@@ -24,7 +24,7 @@ from v100ctl.fleet import (
     plain,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, external, gateway, llama_cpp, tuning, units
+from v100ctl.plan import driver_actions, external, gateway, llama_cpp, tuning, units, upkeep
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -84,6 +84,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
             *tuning.FILES,
             *gateway.FILES,
             *units.FILES,
+            *upkeep.FILES,
         ),
         health={
             name: local_url(gateway.behind(spec, config), path)
@@ -144,6 +145,7 @@ def plan(
     models = with_release_paths(models, {name: item.release_path for name, item in planner.instances.items()})
     unused = unused_models(models, facts)
     front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
+    care, care_files, care_packages = upkeep.decide_upkeep(host, config, facts, planner.specs, planner.instances, catalog)
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -158,6 +160,7 @@ def plan(
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *gateway.gateway_rules(config, facts, planner.public, going),
         *planner.instance_verdicts,
+        *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(planner.releases, facts, builds_here=planner.builds_here),
         *space_rules(
@@ -173,7 +176,11 @@ def plan(
             host=host,
             as_of=as_of.isoformat(),
             rules=tuple(rules),
-            packages=(*_packages(distribution, present), *((gateway.PACKAGE,) if front and front.state == "started" else ())),
+            packages=(
+                *_packages(distribution, present),
+                *((gateway.PACKAGE,) if front and front.state == "started" else ()),
+                *care_packages,
+            ),
             directories=_directories(),
             releases=(*planner.releases, *planner.vllm_releases),
             models=models,
@@ -186,6 +193,7 @@ def plan(
                 *planner.secret_files,
                 *(planner.files[name] for name in sorted(planner.files)),
                 *front_files,
+                *care_files,
             ),
             absent_files=leftover_files(facts, kept),
             units=tuple(started),
@@ -194,6 +202,7 @@ def plan(
             cuda=planner.cuda,
             tuning=planner.tuning,
             gateway=front,
+            upkeep=care,
         )
     )
 
@@ -233,6 +242,7 @@ def _directories() -> tuple[Directory, ...]:
         Directory(f"{account.home}/state"),
         Directory(BASELINES_DIR),
         Directory(HISTORY_DIR, mode="0700"),
+        Directory(upkeep.STATE_DIR),
     )
 
 

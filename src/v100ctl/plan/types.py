@@ -330,6 +330,20 @@ class GatewayDecision:
 
 
 @dataclass(frozen=True)
+class UpkeepDecision:
+    """Who looks after running servers: the watchdog and the nightly restarts.
+
+    ``units`` run and come back after a reboot; ``absent_units`` and ``absent_files`` are left of what is wanted no more.
+    ``calendars`` are what timers say, for the host's systemd to read before one is written.
+    """
+
+    units: tuple[str, ...] = ()
+    calendars: tuple[str, ...] = ()
+    absent_units: tuple[str, ...] = ()
+    absent_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Instance:
     """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
 
@@ -394,6 +408,7 @@ class HostPlan:
     cuda: CudaDecision | None = None
     tuning: TuningDecision | None = None
     gateway: GatewayDecision | None = None
+    upkeep: UpkeepDecision = UpkeepDecision()
 
     @property
     def verdict(self) -> Verdict:

@@ -114,9 +114,16 @@ PACKAGE_LOCKS = (
 GATEWAY_SOCKET = "/run/v100ctl-gateway/admin.sock"
 # A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
 INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service")
+UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service|v100ctl-nightly@[a-z0-9-]+\.timer")
 #: Units of others that this toolkit has something to do with.
-OTHER_UNITS = ("docker.service", "nvidia-persistenced.service", "v100ctl-gateway.service", "v100ctl-gpu-tuning.service")
+OTHER_UNITS = (
+    "cron.service",
+    "docker.service",
+    "nvidia-persistenced.service",
+    "v100ctl-gateway.service",
+    "v100ctl-gpu-tuning.service",
+    "v100ctl-watchdog.service",
+)
 UNIT_PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,NeedDaemonReload,MainPID,Result,NRestarts"
 )
@@ -1082,8 +1089,8 @@ def collect_files(facts: "Document", request: "Document") -> "Document":
     problem = ""
     try:
         reporter.walk(CONFIG_DIR)
-        for name in sorted(entry for entry in _listdir(UNIT_DIR) if entry.startswith("v100-")):
-            if name.endswith(".service"):
+        for name in sorted(entry for entry in _listdir(UNIT_DIR) if entry.startswith(("v100-", "v100ctl-nightly@"))):
+            if name.endswith(".service") or (name.endswith(".timer") and UNIT_NAME.fullmatch(name)):
                 reporter.add(os.path.join(UNIT_DIR, name))
             elif name.endswith(".service.d"):
                 reporter.walk(os.path.join(UNIT_DIR, name))
@@ -1359,7 +1366,7 @@ def collect_units() -> "dict[str, Document]":
     """This toolkit's units, found as files or loaded, and a few others, at once. The pattern finds those whose file is gone."""
     if not os.path.isdir("/run/systemd/system"):
         return {}
-    argv = ["systemctl", "show", "--property=" + UNIT_PROPERTIES, "--", "v100-*.service", *OTHER_UNITS]
+    argv = ["systemctl", "show", "--property=" + UNIT_PROPERTIES, "--", "v100-*.service", "v100ctl-nightly@*.timer", *OTHER_UNITS]
     return parse_units(run_command(argv + unit_names(), 4.0))
 
 
