@@ -5,6 +5,7 @@ The tests of this file share one host and run in order: bare, provisioned, uncha
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -223,6 +224,76 @@ def test_the_host_goes_back_to_what_it_served_before(lab_host: RunningHost, inve
     states = done.document["hosts"][lab_host.name]["states"]
     assert [state["state"] for state in states] == [newest["state"], first["state"], newest["state"], first["state"]]
     assert on_host(lab_host, "stat -c %a /var/lib/v100ctl/state/history/*.json").split() == ["600"] * 4
+
+
+KEYS = ["first-secret-0123456789", "second-secret-0123456789"]
+NEW_KEY = "third-secret-0123456789"
+#: Prints the status of each path for each key of a server on this host.
+ASK = """
+import itertools, json, sys, urllib.error, urllib.request
+found = {}
+for path, key in itertools.product(*json.loads(sys.argv[1])):
+    request = urllib.request.Request("http://127.0.0.1:8000" + path, headers={"Authorization": "Bearer " + key} if key else {})
+    try:
+        found[path + " " + key] = urllib.request.urlopen(request, timeout=60).status
+    except urllib.error.HTTPError as error:
+        found[path + " " + key] = error.code
+print(json.dumps(found))
+"""
+LOCKED = ["/v1/models", "/props", "/metrics", "/slots"]
+
+
+def statuses(host: RunningHost, paths: list[str], keys: list[str]) -> set[int]:
+    code, output = host.execute("python3", "-c", ASK, json.dumps([paths, keys]))
+    assert code == 0, output
+    return set(json.loads(output).values())
+
+
+def test_the_engine_asks_for_a_key_and_nothing_shows_one(lab_host: RunningHost, inventory: Path) -> None:
+    write_variables(inventory, serving_variables(api_keys=KEYS))
+    shown = [v100ctl("plan", "-i", inventory, "--json")]
+    provisioned = v100ctl("provision", "-i", inventory, "--json", "-vvv")
+    assert provisioned.code == 0, provisioned.err
+    assert statuses(lab_host, LOCKED, ["", "wrong", KEYS[0].upper()]) == {401}
+    assert statuses(lab_host, LOCKED, KEYS) == {200}
+    assert statuses(lab_host, ["/health"], [""]) == {200}
+    shown += [provisioned, v100ctl("render", lab_host.name, "-i", inventory), v100ctl("plan", "-i", inventory)]
+    shown += [v100ctl("audit", "-i", inventory, "--deep", "--json"), v100ctl("status", "-i", inventory, "--json")]
+    assert shown[-2].code == 0, shown[-2].out
+    assert shown[-1].document["hosts"][lab_host.name]["instances"]["chat"]["state"] == "serving"
+    texts = [text for done in shown for text in (done.out, done.err)]
+    texts.append(Path(provisioned.document["log"]).read_text(encoding="utf-8"))
+    # So written that looking for them leaves no trace of them.
+    pattern = "(first|second)-secre[t]"
+    texts.append(on_host(lab_host, f"journalctl --no-pager | grep -E '{pattern}'; ps axww | grep -E '{pattern}'; true"))
+    assert not [text for text in texts if re.search(pattern, text)]
+    held = on_host(lab_host, f"grep -rlE '{pattern}' /etc /opt /run /tmp /root /var/log /var/lib; true").split()
+    assert held == ["/etc/v100ctl/instances/chat.keys"]
+    assert on_host(lab_host, f"stat -c '%U:%G %a' {held[0]}").strip() == "root:v100 640"
+    # Of a single key the engine would log its end.
+    assert "****" not in on_host(lab_host, f"journalctl --no-pager --unit {UNIT} --output cat")
+
+
+@pytest.mark.slow
+def test_other_keys_restart_the_server_and_it_is_restarted_by_hand(lab_host: RunningHost, inventory: Path) -> None:
+    write_variables(inventory, serving_variables(api_keys=[NEW_KEY]))
+    planned = v100ctl("plan", "-i", inventory, "--json")
+    changes = planned.document["hosts"][lab_host.name]["changes"]
+    assert {change["what"].partition(":")[0] for change in changes} == {"file.content"}
+    assert {name for change in changes for name in change["restarts"]} == {"chat"}
+    assert v100ctl("provision", "-i", inventory).code == 0
+    assert statuses(lab_host, LOCKED, KEYS) == {401}
+    assert statuses(lab_host, LOCKED, [NEW_KEY]) == {200}
+    name = f"{lab_host.name}/chat"
+    for verb, code in (("stop", 2), ("start", 0), ("restart", 0)):
+        done = v100ctl(verb, name, "-i", inventory)
+        assert done.code == 0, done.err
+        assert v100ctl("status", "-i", inventory).code == code
+    assert "Started" in v100ctl("logs", name, "-i", inventory, "-n", "500").out
+    write_variables(inventory, serving_variables(settings={"context_length": 1024, "parallel": 2}))
+    assert v100ctl("provision", "-i", inventory).code == 0
+    assert statuses(lab_host, ["/props"], [""]) == {200}
+    assert on_host(lab_host, "ls /etc/v100ctl/instances") == ""
 
 
 def test_an_instance_that_is_absent_is_removed(lab_host: RunningHost, inventory: Path) -> None:
