@@ -472,7 +472,10 @@ def _units(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
                 f"look at it, then `rm {shlex.quote(path)}` and `systemctl daemon-reload` on the host",
                 unit.instance,
             )
-        if found.result == "start-limit-hit" and found.active_state != "active":
+        # Units start anew by themselves: one that has failed after that is one that systemd has given up. (Its result then is
+        # that of the last start; only a start by hand after that ends in `start-limit-hit`.)
+        given_up = found.active_state == "failed" and found.restarts_count > 0
+        if given_up or (found.result == "start-limit-hit" and found.active_state != "active"):
             yield finding("start-limit", "active (running)", "it failed too often in a short time, and systemd starts it no more")
         elif found.active_state == "failed":
             yield finding("failed", "active (running)", f"failed, result {found.result or 'unknown'}")

@@ -193,6 +193,13 @@ FAULTS: list[tuple[str, dict[str, Any], str, str, str]] = [
         "drifted",
         "unit",
     ),
+    (
+        "unit that systemd has given up",
+        {"units": {UNIT: {"active_state": "failed", "result": "exit-code", "restarts_count": 5}}, "processes": []},
+        f"unit.start-limit:{UNIT}",
+        "drifted",
+        "unit",
+    ),
     ("unit that crashes", {"units": {UNIT: {"restarts_count": 3}}}, f"unit.crashes:{UNIT}", "external", "unit"),
     (
         "unit of others",

@@ -21,6 +21,9 @@ fixture                   scope     value
 ``make_v100_host``        function  a function ``(cards, driver="535") -> RunningHost`` for hosts with fake V100s
 ``lab_fault``             function  a function ``(host, name, card=None)`` that breaks one; mended when the test ends
 ``lab_reboot``            function  a function ``(host) -> RunningHost`` that restarts one and waits until it is back
+``v100ctl_facts``         module    what the probe finds on testinfra's ``host``, by whichever backend (``--hosts``)
+``v100ctl_plan``          module    what the inventory plans for it (``--v100ctl-inventory``)
+``v100ctl_findings``      module    where the two differ: what ``v100ctl audit`` reports
 ========================  ========  ======================================================================================
 
 Hosts are removed at the end of the session, also those that an earlier, killed session left. ``--lab-keep`` keeps the
@@ -35,6 +38,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +46,11 @@ import pytest
 
 if TYPE_CHECKING:
     from v100ctl.apply.reporter import Reporter
+    from v100ctl.facts import Facts
+    from v100ctl.findings import Finding
+    from v100ctl.fleet import Fleet, FleetHost
     from v100ctl.lab.hosts import Lab, RunningHost
+    from v100ctl.plan.types import HostPlan
 
 #: The shared host where it is kept; each other session has hosts of its own names.
 _KEPT_NAME = "test"
@@ -51,7 +59,15 @@ _serial = itertools.count(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the plugin's options."""
-    group = parser.getgroup("v100ctl", "v100ctl's lab hosts")
+    group = parser.getgroup("v100ctl", "v100ctl's lab hosts, and its audit as tests")
+    group.addoption(
+        "--v100ctl-inventory",
+        dest="v100ctl_inventory",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="the inventory that the hosts are held against; else $V100CTL_INVENTORY, else ./inventory/hosts.yml",
+    )
     group.addoption(
         "--v100ctl-lab-keep", "--lab-keep", dest="lab_keep", action="store_true", help="keep the shared lab host after the tests"
     )
@@ -201,3 +217,46 @@ def ssh_view(host: RunningHost) -> Any:
     """testinfra's ``Host`` for a lab host, over the same SSH configuration that everything else uses."""
     # Loaded by name: it carries no types, and only those who ask for this fixture need it.
     return importlib.import_module("testinfra").get_host(f"ssh://{host.name}", ssh_config=str(host.ssh_config_path))
+
+
+# --- the audit as tests: `pytest --pyargs v100ctl.audit.checks --hosts=...` ----------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def v100ctl_fleet(pytestconfig: pytest.Config) -> Fleet:
+    """The inventory that hosts are held against."""
+    from v100ctl.audit.through_testinfra import fleet_of
+
+    return fleet_of(pytestconfig.getoption("v100ctl_inventory"))
+
+
+@pytest.fixture(scope="module")
+def v100ctl_host(host: Any, v100ctl_fleet: Fleet) -> FleetHost:
+    """The inventory's host that testinfra's ``host`` is."""
+    from v100ctl.audit.through_testinfra import planned_host
+
+    return planned_host(v100ctl_fleet, host)
+
+
+@pytest.fixture(scope="module")
+def v100ctl_facts(host: Any, v100ctl_host: FleetHost) -> Facts:
+    """What the probe finds, asked once for all tests of a module."""
+    from v100ctl.audit.through_testinfra import probe, request_for
+
+    return probe(host, request_for(v100ctl_host))
+
+
+@pytest.fixture(scope="module")
+def v100ctl_plan(v100ctl_host: FleetHost, v100ctl_facts: Facts) -> HostPlan:
+    """What the inventory plans for the host."""
+    from v100ctl.audit.through_testinfra import decide
+
+    return decide(v100ctl_host, v100ctl_facts, as_of=date.today())
+
+
+@pytest.fixture(scope="module")
+def v100ctl_findings(v100ctl_plan: HostPlan, v100ctl_facts: Facts) -> tuple[Finding, ...]:
+    """Where they differ."""
+    from v100ctl.audit.through_testinfra import findings
+
+    return findings(v100ctl_plan, v100ctl_facts)

@@ -1,0 +1,759 @@
+"""What can happen to a host with two V100s whose servers stand in for real ones: each fault is found with its kind, layer, what
+was expected and what is there, nothing else is, and `audit --fix` mends what roles can mend.
+
+The tests share one host and run in order; each leaves it clean. Many faults are made before each look.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.device import shapes
+from v100ctl.lab.containers import put_file
+from v100ctl.lab.gpu import FakeCards, FakeDriver
+from v100ctl.lab.hosts import LabHost, run_identity, write_inventory
+from v100ctl.lab.image import ensure_image
+
+from .hosts import Done, on_host, v100ctl
+
+if TYPE_CHECKING:
+    from v100ctl.apply.reporter import Reporter
+    from v100ctl.lab.hosts import Lab, RunningHost
+
+MODEL = "/srv/models/x.gguf"
+LIMIT_W = 180
+ASK_AGAIN = 5
+#: A server with what an audit looks at: a health path, the name of its model, memory that grows when it is told to.
+SERVER = """#!/usr/bin/python3
+import argparse
+import json
+import os
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser()
+for flag in ("model", "host", "alias"):
+    parser.add_argument(f"--{flag}", required=True)
+parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--slow", action="store_true")
+options = parser.parse_args()
+held = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, document):
+        body = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        if self.path == "/grow":
+            # Every page is written, so that it is really held.
+            held.append(bytearray(b"x") * (1200 << 20))
+        models = {"data": [{"id": os.environ.get("NAMED", options.alias)}]}
+        known = {"/health": {"status": "ok"}, "/grow": {}, "/v1/models": models}
+        self.answer(known[self.path]) if self.path in known else self.send_error(404)
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = {"role": "assistant", "content": f"{asked['model']} is a model"}
+        self.answer({"choices": [{"message": message}], "usage": {"completion_tokens": 5}})
+
+    def log_message(self, *arguments):
+        pass
+
+
+with open(options.model, "rb") as model:
+    assert model.read(4) == b"GGUF"
+ThreadingHTTPServer((os.environ.get("LISTEN", options.host), options.port), Handler).serve_forever()
+"""
+ARGV = ["{release}/bin/server", "--model", "{model}", "--host", "{listen}", "--port", "{port}", "--alias", "{alias}"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that somebody does to the host, and the finding that has to come of it.
+
+    ``identity`` may name the cards as ``CARD0`` and ``CARD1``, and end in ``*``. ``undo`` is for what no role mends.
+    """
+
+    do: str
+    identity: str
+    kind: str
+    layer: str
+    expected: str
+    actual: str
+    fix: str = "v100ctl provision"
+    undo: str = ""
+    severity: str = "error"
+
+
+class Host:
+    """The host, and what a user does with it."""
+
+    def __init__(self, host: RunningHost, inventory: Path, archive: Path) -> None:
+        self.host = host
+        self.inventory = inventory
+        self.archive = archive
+        self.cards: list[str] = []
+
+    def write(self, **changes: Any) -> None:
+        """The inventory; ``changes`` to its variables."""
+        digest = on_host(self.host, f"sha256sum {MODEL}").split()[0]
+        source = {"from_controller": str(self.archive), "sha256": hashlib.sha256(self.archive.read_bytes()).hexdigest()}
+        engine = {
+            "source": {**source, "kind": "archive", "strip_components": 1},
+            "argv": ARGV,
+            "health_path": "/health",
+            # The lab's card shows that it holds this.
+            "env": {"FAKE_CUDA_MEMORY_MIB": "9000"},
+        }
+        served = {"engine": "external", "external": "toy", "model": {"path": MODEL, "sha256": digest}}
+        variables = {
+            "external_engine_definitions": {"toy": engine},
+            "gpu_tuning_power_limit_w": LIMIT_W,
+            "gpu_tuning_application_clocks_mhz": "877,1380",
+            "gpu_tuning_compute_mode": "default",
+            "nvidia_driver_reboot": "auto",
+            "llm_server_instances": {
+                "chat": {**served, "gpus": [0], "port": 8000},
+                "aux": {**served, "gpus": [1], "port": 8001},
+            },
+            **changes,
+        }
+        write_inventory(self.inventory, {self.host.name: self.host.variables()}, variables=variables)
+
+    def run(self, *arguments: str | Path) -> Done:
+        """A command on this inventory."""
+        return v100ctl(arguments[0], "-i", self.inventory, *arguments[1:])
+
+    def audit(self, *options: str | Path) -> tuple[Done, dict[str, dict[str, Any]]]:
+        """The findings by id, without the kernel log's memory of earlier tests.
+
+        A machine on which much else runs may keep `nvidia-smi` beyond the probe's limit, which looks like a driver that hangs:
+        then it is asked again.
+        """
+        for _ in range(ASK_AGAIN):
+            done = self.run("audit", "--json", *options)
+            found = done.document["hosts"][self.host.name]["findings"]
+            if "driver.wedged" not in [finding["id"] for finding in found]:
+                break
+        return done, {finding["id"]: finding for finding in found if not finding["id"].startswith("gpu.xid:")}
+
+    def look_for(self, faults: list[Fault], *options: str) -> None:
+        """Make the faults, audit once, and hold each finding against its fault; nothing else may be found."""
+        for fault in faults:
+            on_host(self.host, fault.do)
+        done, found = self.audit(*options)
+        wanted = {self.named(fault.identity): fault for fault in faults}
+        left = dict(found)
+        problems = []
+        for identity, fault in wanted.items():
+            matching = [name for name in left if name == identity or (identity.endswith("*") and name.startswith(identity[:-1]))]
+            if not matching:
+                problems.append(f"{identity} was not found")
+                continue
+            finding = left.pop(matching[0])
+            for key in ("kind", "layer", "severity"):
+                if finding[key] != getattr(fault, key):
+                    problems.append(f"{identity}: {key} {finding[key]}, not {getattr(fault, key)}")
+            problems += [
+                f"{identity}: {key} {finding[key][:300]!r} has no {getattr(fault, key)!r}"
+                for key in ("expected", "actual", "fix")
+                if self.named(getattr(fault, key)) not in finding[key]
+            ]
+        problems += [f"{name} was found too: {finding['actual'][:200]!r}" for name, finding in left.items()]
+        assert problems == [], "\n".join(problems)
+        codes = {2} if any(fault.severity in ("error", "critical") for fault in faults) else {0}
+        assert done.code in codes | {1}, done.err
+
+    def named(self, text: str) -> str:
+        """With the cards' own names."""
+        for number, card in enumerate(self.cards):
+            text = text.replace(f"CARD{number}", card)
+        return text
+
+    def undo(self, faults: list[Fault]) -> None:
+        """Take back what no role mends, last first."""
+        for fault in reversed(faults):
+            if fault.undo:
+                on_host(self.host, fault.undo)
+
+    def mend(self) -> dict[str, Any]:
+        """`audit --fix`, which has to leave nothing; its document."""
+        done, found = self.audit("--fix", "--yes")
+        assert (done.code, found) == (0, {}), done.err[-3000:] + json.dumps(done.document.get("fixed"))
+        return done.document
+
+
+@pytest.fixture(scope="module")
+def host(lab: Lab, lab_reporter: Reporter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """Two V100-SXM2-16GB with driver 535, provisioned as a user does it."""
+    folder = tmp_path_factory.mktemp("audit")
+    archive = folder / "toy-1.tar.gz"
+    with tarfile.open(archive, "w:gz") as packed:
+        for name, content, mode in (("bin/server", SERVER, 0o755), ("share/notes.txt", "notes\n", 0o644)):
+            member = tarfile.TarInfo(f"toy-1/{name}")
+            member.size, member.mode = len(content), mode
+            packed.addfile(member, io.BytesIO(content.encode()))
+    model = folder / "x.gguf"
+    shapes.write(shapes.MODELS["smallest"](), model)
+    name = f"test-{os.getpid()}-audit"
+    made = LabHost(name, owner=run_identity(), cards=FakeCards.parse("2xV100-SXM2-16GB"), driver=FakeDriver.parse("535"))
+    running = lab.up(made, ensure_image(lab.client, lab_reporter), lab_reporter)
+    on_host(running, f"mkdir -p {Path(MODEL).parent}")
+    put_file(running.container, MODEL, model.read_bytes(), mode=0o644)
+    host = Host(running, folder / "hosts.yml", archive)
+    host.write()
+    done = host.run("provision", "--json")
+    assert done.code == 0, done.err
+    host.cards = on_host(running, "nvidia-smi --query-gpu=uuid --format=csv,noheader").split()
+    yield host
+    lab.down(name)
+
+
+def unit_file(name: str) -> str:
+    return f"/etc/systemd/system/v100-{name}.service"
+
+
+def started_with(name: str, *lines: str) -> str:
+    """Starts a server once as somebody else would, and leaves no trace of it but the process."""
+    drop_in = f"/run/systemd/system/v100-{name}.service.d"
+    written = "\\n".join(("[Service]", *lines))
+    return (
+        f"mkdir -p {drop_in} && printf '{written}\\n' > {drop_in}/x.conf && systemctl daemon-reload && "
+        f"systemctl restart v100-{name} && rm -r {drop_in} && systemctl daemon-reload && "
+        # Its answers are part of what is looked at.
+        f"for _ in $(seq 100); do curl -sf http://127.0.0.1:{PORTS[name]}/health >/dev/null && break; sleep 0.2; done"
+    )
+
+
+PORTS = {"chat": 8000, "aux": 8001}
+MAIN_PID = "$(systemctl show --value --property MainPID v100-{}.service)"
+CHAT, AUX = unit_file("chat"), unit_file("aux")
+ARGV_OF = "tr '\\0' ' ' < /proc/" + MAIN_PID + "/cmdline"
+
+#: Files, packages, units and settings: all of it is somebody's doing, and roles put it back.
+CHANGED = [
+    Fault(f"chmod 0666 {AUX}", f"file.mode:{AUX}", "drifted", "file", "root:root 0644", "root:root 0666"),
+    Fault(
+        "echo >> /etc/v100ctl/gpu_tuning.json",
+        "file.content:/etc/v100ctl/gpu_tuning.json",
+        "drifted",
+        "file",
+        "power_limit_w",
+        "\n\n",
+    ),
+    Fault(
+        "chown nobody /opt/v100ctl/gpu_tuning/apply_tuning.py",
+        "file.mode:/opt/v100ctl/gpu_tuning/apply_tuning.py",
+        "drifted",
+        "file",
+        "root:root 0755",
+        "nobody:root 0755",
+    ),
+    Fault(
+        "mv /opt/v100ctl/llm_server/check_start.py /root/ && ln -s /root/check_start.py /opt/v100ctl/llm_server/check_start.py",
+        "file.missing:/opt/v100ctl/llm_server/check_start.py",
+        "drifted",
+        "file",
+        "a file",
+        "a symlink",
+    ),
+    Fault(
+        "rm /etc/apt/preferences.d/v100ctl-nvidia-driver",
+        "file.missing:/etc/apt/preferences.d/v100ctl-nvidia-driver",
+        "drifted",
+        "file",
+        "a file",
+        "absent",
+    ),
+    Fault(
+        "echo 'Unattended-Upgrade::Package-Blacklist {};' > /etc/apt/apt.conf.d/52v100ctl-nvidia-driver",
+        "file.content:/etc/apt/apt.conf.d/52v100ctl-nvidia-driver",
+        "drifted",
+        "file",
+        "libnvidia-.*",
+        "Blacklist {}",
+    ),
+    Fault(
+        "rm /etc/modprobe.d/v100ctl-nouveau.conf",
+        "file.missing:/etc/modprobe.d/v100ctl-nouveau.conf",
+        "drifted",
+        "file",
+        "a file",
+        "absent",
+    ),
+    Fault(
+        "rm /etc/security/limits.d/90-v100ctl.conf",
+        "file.missing:/etc/security/limits.d/90-v100ctl.conf",
+        "drifted",
+        "file",
+        "a file",
+        "absent",
+    ),
+    Fault(
+        "sed -i 's/^Description=.*/Description=x/' /etc/systemd/system/v100ctl-devices.service",
+        "file.content:/etc/systemd/system/v100ctl-devices.service",
+        "drifted",
+        "file",
+        "Description=",
+        "Description=x",
+    ),
+    Fault(
+        "chmod 0777 /etc/v100ctl/instances",
+        "directory.mode:/etc/v100ctl/instances",
+        "drifted",
+        "file",
+        "root:v100 0750",
+        "root:v100 0777",
+    ),
+    Fault("chown nobody /var/lib/v100ctl/models", "directory.mode:/var/lib/v100ctl/models", "drifted", "file", "0755", "nobody"),
+    Fault(
+        'sed -i \'s/\\("sha256": "\\)../\\100/\' /etc/v100ctl/host.json',
+        "file.content:/etc/v100ctl/host.json",
+        "drifted",
+        "file",
+        '"digest"',
+        '"sha256": "00',
+    ),
+    Fault(
+        "apt-mark unhold $(apt-mark showhold | grep nvidia | head -n 1)",
+        "driver.unheld",
+        "drifted",
+        "driver",
+        "held:",
+        "not held",
+    ),
+    Fault("systemctl disable v100-chat", "unit.disabled:v100-chat.service", "drifted", "unit", "enabled", "disabled"),
+    Fault(
+        "systemctl disable v100ctl-gpu-tuning",
+        "gpu.unit-disabled:v100ctl-gpu-tuning.service",
+        "drifted",
+        "unit",
+        "enabled",
+        "disabled",
+        severity="warn",
+    ),
+    Fault(
+        "systemctl disable nvidia-persistenced",
+        "gpu.unit-disabled:nvidia-persistenced.service",
+        "drifted",
+        "unit",
+        "enabled",
+        "disabled",
+        severity="warn",
+    ),
+    Fault("nvidia-smi -i 0 -pl 200", "gpu.power-limit:CARD0", "drifted", "hardware", "180 W", "200 W", severity="warn"),
+    Fault(
+        "nvidia-smi -i 1 -ac 877,1312",
+        "gpu.application-clocks:CARD1",
+        "drifted",
+        "hardware",
+        "877,1380 MHz",
+        "877,1312 MHz",
+        severity="warn",
+    ),
+    Fault(
+        "nvidia-smi -i 0 -c 3",
+        "gpu.compute-mode:CARD0",
+        "drifted",
+        "hardware",
+        "default",
+        "exclusive_process",
+        severity="warn",
+    ),
+    Fault("nvidia-smi -i 1 -pm 0", "gpu.persistence:CARD1", "drifted", "hardware", "persistence mode on", "off", severity="warn"),
+    # A card that sleeps forgets what was set.
+    Fault("true", "gpu.power-limit:CARD1", "drifted", "hardware", "180 W", "300 W", severity="warn"),
+    Fault(
+        "echo more >> $(echo /opt/v100ctl/engines/external/*/share/notes.txt)",
+        "release.damaged:*",
+        "drifted",
+        "file",
+        "/opt/v100ctl/engines/external/",
+        "share/notes.txt has 11 bytes, not 6",
+    ),
+    Fault(
+        f"sed -i s/RestartSec=5/RestartSec=1/ {CHAT}", f"file.content:{CHAT}", "drifted", "file", "RestartSec=5", "RestartSec=1"
+    ),
+    # What systemd has loaded is not what lies there. (Disabling a unit, above, has it load everything anew.)
+    Fault("true", "unit.stale:v100-chat.service", "drifted", "unit", "as loaded", "changed since"),
+    Fault(f"touch {MODEL}", f"model.unverified:{MODEL}", "drifted", "file", "sha256", "changed since it was verified"),
+]
+
+#: Processes that are not what their units say: roles start them anew.
+RUNNING = [
+    Fault(
+        started_with(
+            "chat",
+            "ExecStart=",
+            f"ExecStart=/bin/sh -c \"exec $(sed -n 's/^ExecStart=//p' {CHAT} | tr -d '\\\\') --slow\"",
+        ),
+        "process.argv:chat",
+        "drifted",
+        "process",
+        "--alias chat",
+        "--slow",
+    ),
+    Fault(
+        f"prlimit --pid {MAIN_PID.format('chat')} --nofile=100:100",
+        "process.limit-nofile:chat",
+        "drifted",
+        "process",
+        "open files",
+        "100",
+    ),
+    Fault(
+        f"prlimit --pid {MAIN_PID.format('chat')} --memlock=65536:65536",
+        "process.limit-memlock:chat",
+        "drifted",
+        "process",
+        "",
+        "65536 bytes",
+    ),
+    Fault(f"taskset -pc 0 {MAIN_PID.format('chat')}", "process.cpus:chat", "drifted", "process", "0-", "0"),
+    Fault(
+        started_with("aux", "Environment=V100CTL_INSTANCE_DIGEST=0123456789abcdef"),
+        "process.stale:aux",
+        "drifted",
+        "process",
+        "digest ",
+        "digest 0123456789abcdef",
+    ),
+]
+RUNNING_TOO = [
+    Fault(started_with("chat", "User=nobody"), "process.user:chat", "drifted", "process", "v100", "nobody"),
+    Fault(
+        started_with("aux", "Environment=CUDA_DEVICE_ORDER=FASTEST_FIRST"),
+        "process.environment:aux",
+        "drifted",
+        "process",
+        "CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        "CUDA_DEVICE_ORDER=FASTEST_FIRST",
+    ),
+    Fault(
+        f"echo {MAIN_PID.format('aux')} > "
+        "$(find /sys/fs/cgroup -maxdepth 3 -path '*system.slice/ssh.service' | grep -m 1 systemd)/cgroup.procs",
+        "process.cgroup:aux",
+        "drifted",
+        "process",
+        "v100-aux.service",
+        "ssh.service",
+    ),
+]
+STOPPED = [
+    Fault("systemctl stop v100-chat", "unit.inactive:v100-chat.service", "drifted", "unit", "active", "inactive (dead)"),
+    Fault(
+        "mkdir -p /run/systemd/system/v100-aux.service.d && printf '[Service]\\nRestartSec=100ms\\nExecStartPre=/bin/false\\n' "
+        "> /run/systemd/system/v100-aux.service.d/x.conf && systemctl daemon-reload && systemctl restart v100-aux || "
+        "for _ in $(seq 200); do systemctl is-failed -q v100-aux && break; sleep 0.2; done; "
+        "rm -r /run/systemd/system/v100-aux.service.d && systemctl daemon-reload && systemctl is-failed v100-aux",
+        "unit.start-limit:v100-aux.service",
+        "drifted",
+        "unit",
+        "active",
+        "starts it no more",
+    ),
+    Fault(
+        "rm -r /opt/v100ctl/gpu_tuning",
+        "file.missing:/opt/v100ctl/gpu_tuning/apply_tuning.py",
+        "drifted",
+        "file",
+        "a file",
+        "absent",
+    ),
+    Fault(
+        "rm -r /var/lib/v100ctl/state/baselines",
+        "directory.missing:/var/lib/v100ctl/state/baselines",
+        "drifted",
+        "file",
+        "",
+        "absent",
+    ),
+    Fault("rm /etc/v100ctl/host.json", "file.missing:/etc/v100ctl/host.json", "drifted", "file", "a file", "absent"),
+]
+
+#: What is not ours: it is told, with what to do, and left alone.
+FOREIGN = [
+    Fault(
+        "mkdir -p /etc/systemd/system/v100-chat.service.d && printf '[Service]\\nNice=5\\n' > "
+        "/etc/systemd/system/v100-chat.service.d/nice.conf && systemctl daemon-reload",
+        "unit.drop-in:/etc/systemd/system/v100-chat.service.d/nice.conf",
+        "external",
+        "unit",
+        "no drop-in",
+        "nice.conf",
+        "rm /etc/systemd/system/v100-chat.service.d/nice.conf",
+        "rm -r /etc/systemd/system/v100-chat.service.d && systemctl daemon-reload",
+        "warn",
+    ),
+    Fault(
+        "printf '[Service]\\nExecStart=/bin/sleep 1d\\n' > /etc/systemd/system/v100-mine.service && systemctl daemon-reload && "
+        "systemctl start v100-mine",
+        "unit.foreign:v100-mine.service",
+        "external",
+        "unit",
+        "no unit of others",
+        "active",
+        "systemctl disable --now v100-mine.service",
+        "systemctl stop v100-mine; rm /etc/systemd/system/v100-mine.service; systemctl daemon-reload",
+        "warn",
+    ),
+    Fault(
+        "echo '0 3 * * * root systemctl restart v100-chat.service TOKEN=hidden' > /etc/cron.d/nightly",
+        "file.cron:/etc/cron.d/nightly",
+        "external",
+        "file",
+        "no job of others",
+        "v100-chat.service",
+        "/etc/cron.d/nightly",
+        "rm /etc/cron.d/nightly",
+        "warn",
+    ),
+    Fault(
+        "mkdir -p /var/spool/cron/crontabs && echo '0 4 * * 0 /sbin/reboot' > /var/spool/cron/crontabs/root",
+        "file.cron:/var/spool/cron/crontabs/root",
+        "external",
+        "file",
+        "restarts",
+        "`reboot`",
+        "crontabs/root",
+        "rm /var/spool/cron/crontabs/root",
+        "warn",
+    ),
+    Fault(
+        "echo hidden > /etc/v100ctl/instances/old.keys",
+        "file.unknown:/etc/v100ctl/instances/old.keys",
+        "external",
+        "file",
+        "absent",
+        "an instance old",
+        "rm /etc/v100ctl/instances/old.keys",
+        "rm /etc/v100ctl/instances/old.keys",
+        "warn",
+    ),
+    Fault(
+        "printf 'Package: nvidia-driver\\nPin: version 550*\\nPin-Priority: 1001\\n' > /etc/apt/preferences.d/mine",
+        "package.preference:/etc/apt/preferences.d/mine",
+        "external",
+        "package",
+        "v100ctl-nvidia-driver",
+        "nvidia-driver",
+        "rm /etc/apt/preferences.d/mine",
+        "rm /etc/apt/preferences.d/mine",
+        "warn",
+    ),
+    Fault(
+        "cp /var/lib/dpkg/status /root/status && "
+        "sed -i '/^Package: sudo$/,/^$/s/^Status: .*/Status: install ok half-configured/' /var/lib/dpkg/status",
+        "package.half-configured",
+        "external",
+        "package",
+        "every package",
+        "sudo",
+        "dpkg --configure -a",
+        "mv /root/status /var/lib/dpkg/status",
+    ),
+    Fault(
+        "FAKE_CUDA_MEMORY_MIB=512 CUDA_VISIBLE_DEVICES=CARD1 setsid sleep 1d > /dev/null 2>&1 & sleep 1",
+        "gpu.foreign-process:CARD1",
+        "external",
+        "process",
+        "no program of others",
+        "`sleep`",
+        "kill",
+        "kill $(pgrep -x sleep -f 'sleep 1d$' | head -n 5) || true",
+    ),
+    Fault(
+        "cp /opt/v100ctl/engines/external/*/bin/server /root/server && "
+        "FAKE_CUDA_MEMORY_MIB=512 CUDA_VISIBLE_DEVICES=CARD0 setsid "
+        f"/root/server --model {MODEL} --host 127.0.0.1 --port 8099 --alias x > /dev/null 2>&1 & sleep 1",
+        "gpu.orphan:CARD0",
+        "external",
+        "process",
+        "servers that their units have started",
+        "server",
+        "kill",
+        "pkill -f -- '--port 8099'",
+    ),
+    Fault(
+        "f=$(readlink -f /usr/lib/x86_64-linux-gnu/libz.so.1); cp -p $f $f.new && mv $f.new $f",
+        "process.libraries:*",
+        "external",
+        "process",
+        "the libraries that are installed",
+        "libz.so",
+        "systemctl restart v100-",
+        "systemctl restart v100-chat v100-aux",
+        "warn",
+    ),
+]
+
+#: What a server does that was started as planned, and what its card and its neighbours do.
+BEHAVING = [
+    Fault(
+        "curl -sf http://127.0.0.1:8000/grow > /dev/null",
+        "process.memory-growth:chat",
+        "external",
+        "process",
+        "as after its start",
+        "1.",
+        "nightly_restart",
+        "systemctl restart v100-chat",
+        "warn",
+    ),
+    Fault(
+        started_with("aux", "Environment=NAMED=other LISTEN=0.0.0.0"),
+        "service.model:aux",
+        "external",
+        "service",
+        "the model aux",
+        "other",
+        "systemctl restart v100-aux",
+        "systemctl restart v100-aux",
+    ),
+    Fault(
+        "true",
+        "service.exposed:aux",
+        "external",
+        "service",
+        "127.0.0.1:8001",
+        "0.0.0.0",
+        "systemctl restart v100-aux",
+        severity="critical",
+    ),
+    Fault(
+        "fake-v100 fault throttled 0 do",
+        "gpu.throttled:CARD0",
+        "external",
+        "hardware",
+        "clocks as asked",
+        "88 C",
+        "air",
+        "fake-v100 fault throttled 0 undo",
+        "warn",
+    ),
+    Fault(
+        "fake-v100 fault link-degraded 1 do",
+        "gpu.link-degraded:CARD1",
+        "external",
+        "hardware",
+        "8 GT/s and 16 lanes",
+        "x8",
+        "riser",
+        "fake-v100 fault link-degraded 1 undo",
+        "warn",
+    ),
+]
+HANGING = [
+    Fault(
+        f"kill -STOP {MAIN_PID.format('chat')}",
+        "service.unhealthy:chat",
+        "drifted",
+        "service",
+        "HTTP 200",
+        "no answer within",
+        "journalctl -u v100-chat.service",
+        f"kill -CONT {MAIN_PID.format('chat')}",
+    ),
+    Fault(
+        "systemctl stop v100-aux && (setsid python3 -m http.server --bind 127.0.0.1 8001 > /dev/null 2>&1 & sleep 3)",
+        "service.port-taken:aux",
+        "external",
+        "service",
+        "v100-aux.service on port 8001",
+        "python3 -m http.server",
+        "end it on the host",
+        "pkill -f 'http.server --bind' && systemctl start v100-aux",
+    ),
+    Fault("true", "unit.inactive:v100-aux.service", "drifted", "unit", "active", "inactive (dead)"),
+]
+BROKEN = [
+    Fault(
+        "fake-v100 fault uvm-poisoned - do",
+        "driver.uvm-poisoned",
+        "external",
+        "driver",
+        "CUDA programs start",
+        "unknown error",
+        "v100ctl recover",
+        "fake-v100 fault uvm-poisoned - undo",
+        "critical",
+    ),
+    Fault(
+        "fake-v100 fault memory-error 1 do",
+        "gpu.retirement-pending:CARD1",
+        "external",
+        "hardware",
+        "no page waits",
+        "page",
+        "v100ctl recover",
+        "fake-v100 fault memory-error 1 undo",
+    ),
+]
+GONE = [
+    Fault(
+        "fake-v100 fault fallen-off 1 do",
+        "gpu.fallen-off:*",
+        "external",
+        "hardware",
+        "answers on the bus",
+        "",
+        "power the host off",
+        "fake-v100 fault fallen-off 1 undo",
+        "critical",
+    ),
+]
+ALL = (CHANGED, RUNNING, RUNNING_TOO, STOPPED, FOREIGN, BEHAVING, HANGING, BROKEN, GONE)
+
+
+def test_a_provisioned_host_is_clean(host: Host) -> None:
+    done, found = host.audit()
+    assert (done.code, found) == (0, {}), done.out
+
+
+def test_what_was_changed_is_found_and_mended(host: Host) -> None:
+    host.look_for(CHANGED)
+    started = on_host(host.host, "systemctl show --property ExecMainStartTimestampMonotonic v100-chat v100-aux")
+    document = host.mend()
+    assert document["fixed"][host.host.name]["status"] == "changed"
+    assert started == on_host(host.host, "systemctl show --property ExecMainStartTimestampMonotonic v100-chat v100-aux"), (
+        "nothing of it needed a restart"
+    )
+
+
+@pytest.mark.parametrize("faults", [RUNNING, RUNNING_TOO, STOPPED], ids=["running", "running-too", "stopped"])
+def test_servers_that_do_not_run_as_planned_are_started_anew(host: Host, faults: list[Fault]) -> None:
+    host.look_for(faults)
+    host.mend()
+
+
+@pytest.mark.parametrize(
+    "faults", [FOREIGN, BEHAVING, HANGING, BROKEN, GONE], ids=["foreign", "behaving", "hanging", "broken", "gone"]
+)
+def test_what_no_role_mends_is_told_and_left_alone(host: Host, faults: list[Fault]) -> None:
+    host.look_for([Fault(**{**vars(fault), "do": host.named(fault.do)}) for fault in faults])
+    host.undo(faults)
+    for _ in range(ASK_AGAIN):
+        done, found = host.audit()
+        if not found:
+            break
+    assert found == {}, done.out
+
+
+def test_there_are_many_faults() -> None:
+    identities = [fault.identity for faults in ALL for fault in faults]
+    assert len(identities) >= 56
