@@ -53,7 +53,7 @@ def _diff(finding: Finding) -> list[_Line]:
     if len(before) < 2 and len(after) < 2:
         return [_Line("-", finding.actual), _Line("+", finding.expected)]
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
-    kept = [_Line(line[0], line[1:]) for line in lines[:_DIFF_LINES] if line]
+    kept = [_Line(line[0], line.strip("@ ") if line[0] == "@" else line[1:]) for line in lines[:_DIFF_LINES] if line]
     if len(lines) > _DIFF_LINES:
         kept.append(_Line("@", f"{len(lines) - _DIFF_LINES} more lines; `v100ctl render` prints the whole file"))
     return kept
