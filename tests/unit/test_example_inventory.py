@@ -58,7 +58,9 @@ def test_variables_stand_there_with_their_defaults() -> None:
 
 def test_settings_that_are_commented_out_can_be_taken() -> None:
     commented = {name: yaml.safe_load(value) for name, value, _ in COMMENTED.findall(TEXT)}
-    instance = {name: commented.pop(name) for name in ("profile", "external", "numa", "gpus", "api_keys", "watchdog", "nightly_restart")}
+    instance = {
+        name: commented.pop(name) for name in ("profile", "external", "numa", "gpus", "api_keys", "watchdog", "nightly_restart")
+    }
     written = yaml.safe_load(TEXT)["llm_server_instances"]["chat"]
     settings = Settings.model_validate(written["settings"] | commented)
     assert set(settings.model_dump(exclude_none=True)) == set(Settings.model_fields)
