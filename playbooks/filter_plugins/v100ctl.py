@@ -9,7 +9,7 @@ import datetime
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,12 @@ def headers(hostvars: Mapping[str, Any], answer: str) -> dict[str, Any]:
 
 
 def make_plan(
-    hostvars: Mapping[str, Any], facts: Mapping[str, Any], as_of: str | None = None, headers: Mapping[str, Any] | None = None
+    hostvars: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    as_of: str | None = None,
+    headers: Mapping[str, Any] | None = None,
+    fleet: Mapping[str, Any] | None = None,
+    builders: Collection[str] = (),
 ) -> dict[str, Any]:
     """The decided values for the roles.
 
@@ -127,6 +132,8 @@ def make_plan(
         facts: What the probe returned.
         as_of: The day the plan is made for, ``YYYY-MM-DD``; today where it is not given.
         headers: What :func:`headers` returned.
+        fleet: The variables of all hosts; only a gateway of the fleet looks at them.
+        builders: Hosts that only compile.
     """
     config = _module("v100ctl.fleet").parse_config(
         str(hostvars["inventory_hostname"]), _module("v100ctl.plan").ansible_variables(_PlainMapping(hostvars)), hostvars
@@ -134,9 +141,27 @@ def make_plan(
     listings = {key: value.model_dump(mode="json") for key, value in _module("v100ctl.models.hub").listings(config).items()}
     day = datetime.date.fromisoformat(str(as_of)) if as_of else datetime.date.today()
     result: dict[str, Any] = _module("v100ctl.plan").from_ansible(
-        _PlainMapping(hostvars), _plain(facts), day, headers=_plain(headers or {}), listings=listings
+        _PlainMapping(hostvars),
+        _plain(facts),
+        day,
+        headers=_plain(headers or {}),
+        listings=listings,
+        servers=_servers(fleet or {}, builders) if config.gateway_placement == "fleet" else (),
     )
     return result
+
+
+def _servers(fleet: Mapping[str, Any], builders: Collection[str]) -> Any:
+    """What the hosts of an inventory serve, for the gateway in front of them."""
+    found = {}
+    for name in fleet:
+        if name in builders:
+            continue
+        variables = _module("v100ctl.plan").ansible_variables(_PlainMapping(fleet[name]))
+        config = _module("v100ctl.fleet").parse_config(str(name), variables, fleet[name])
+        address = {"ansible_host": _plain(fleet[name]["ansible_host"])} if "ansible_host" in fleet[name] else {}
+        found[str(name)] = (address, config)
+    return _module("v100ctl.plan.fleet_gateway").servers_of(found)
 
 
 def toolkit(hostvars: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.numa import format_cpus, parse_cpus
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
-from v100ctl.plan.types import HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
+from v100ctl.plan.types import GatewayDecision, GatewayFront, HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
 from v100ctl.plan.units import attainable_nofile, told, unit_name
 from v100ctl.plan.upkeep import CRON_FILE, CRON_UNIT
 from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
@@ -648,18 +648,18 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
         )
     if facts.gateway.keys_current is False:
         yield finding("keys", "the API keys of its files", "others, from before they changed", "process")
-    for front in decision.fronts:
-        server = facts.gateway.servers.get(front.instance)
+    for front, name in _behind(decision):
+        server = facts.gateway.servers.get(name)
         if server is not None and server.status.split(" ")[0] in ("DRAIN", "MAINT"):
             yield Finding(
-                f"service.taken-out:{front.instance}",
+                f"service.taken-out:{name}",
                 "external",
                 "service",
                 gateway.ROLE,
                 "UP",
                 server.status,
                 "warn",
-                f"`python3 {gateway.PROGRAM} open {front.instance}` on the host lets requests in again",
+                f"`python3 {gateway.PROGRAM} open {name}` on the host lets requests in again",
                 front.instance,
             )
 
@@ -690,6 +690,13 @@ def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]
         yield Finding(
             f"file.unwanted:{path}", "pending", "file", "llm_server", "absent", "of a plan before this", "warn", _PROVISION
         )
+
+
+def _behind(decision: GatewayDecision) -> Iterator[tuple[GatewayFront, str]]:
+    """Each server behind the gateway, by the name that its program knows."""
+    for front in decision.fronts:
+        for name in [f"{front.instance}@{server}" for server in front.servers] or [front.instance]:
+            yield front, name
 
 
 def restarts(plan: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

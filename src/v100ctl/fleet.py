@@ -20,7 +20,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TextIO
 
@@ -686,6 +686,23 @@ class InstanceSpec(_Config):
         return tuple(key.get_secret_value() for key in self.api_keys or () if isinstance(key, SecretStr))
 
 
+class GatewayServer(_Config):
+    """One server behind the gateway of a fleet. Those of the inventory are known without being listed."""
+
+    instance: str = Field(
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$", description="the name that all servers of one front share"
+    )
+    host: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    address: str = Field(pattern=r"^[A-Za-z0-9_.:-]+$")
+    port: int = Field(ge=1, le=65535)
+    health_path: str = Field(default="/health", pattern=r"^/[A-Za-z0-9_./-]*$")
+    tls: bool = False
+    #: What the inventory tells of its own servers; no keys of a variable.
+    on_loopback: bool = False
+    model: str = ""
+    model_digest: str = ""
+
+
 INSTANCE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
 
 
@@ -745,9 +762,15 @@ class HostConfig(BaseModel):
     model_store_hf_endpoint: str = Field(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?$")
     model_store_hf_token: SecretStr = Field(repr=False)
     model_store_prune: bool
-    gateway_placement: Literal["none", "host"]
+    gateway_placement: Literal["none", "host", "fleet"]
     gateway_wait_s: int = Field(ge=1, le=86400)
     gateway_tls_certificate: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
+    gateway_listen: IpAddress
+    gateway_ports: dict[str, Annotated[int, Field(ge=1, le=65535)]]
+    gateway_servers: tuple[GatewayServer, ...]
+    gateway_address: str = Field(pattern=r"^([A-Za-z0-9_.:-]+)?$")
+    gateway_server_ca: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
+    gateway_stats_port: int = Field(ge=0, le=65535)
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
 
@@ -1083,10 +1106,19 @@ class Fleet:
     """
 
     hosts: Mapping[str, FleetHost]
+    #: The gateways of the fleet, those of hosts that a limit leaves out among them.
+    gateways: Mapping[str, FleetHost] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     document: Mapping[str, Any] | None = None
     vault_arguments: tuple[str, ...] = ()
     vault_password: str | None = field(default=None, repr=False)
+
+
+def with_servers(config: HostConfig, servers: Sequence[GatewayServer]) -> HostConfig:
+    """The configuration of a fleet's gateway with the servers that the inventory has, behind those that it lists itself."""
+    if config.gateway_placement != "fleet":
+        return config
+    return config.model_copy(update={"gateway_servers": (*config.gateway_servers, *servers)})
 
 
 def inventory_is_named() -> bool:
@@ -1152,23 +1184,32 @@ def load_fleet(
             raise InventoryError(f"inventory {source} does not exist", hint="name another with `-i PATH`, or `v100ctl init DIR`")
     try:
         with contextlib.redirect_stderr(_Cleaned(sys.stderr)):
-            variables = _read_with_ansible(sources, limit, vault_password_files, vault_password)
+            variables, limited = _read_with_ansible(sources, limit, vault_password_files, vault_password)
     except AnsibleError as error:
         place = _origin_of_error(error)
         raise InventoryError(
             f"the inventory {', '.join(sources)} cannot be read: {error.message.strip()}{f' ({place})' if place else ''}",
             hint=_read_hint(error.message),
         ) from error
-    if not variables:
+    if not limited:
         wanted = f" that match `{limit}`" if limit else ""
         raise InventoryError(
             f"the inventory {', '.join(sources)} has no hosts{wanted}", hint="`ansible-inventory -i PATH --list` shows it"
         )
-    hosts = {name: FleetHost(name, values, parse_config(name, values, tagged)) for name, (values, tagged) in variables.items()}
+    every = {name: FleetHost(name, values, parse_config(name, values, tagged)) for name, (values, tagged) in variables.items()}
+    gateways = {name: host for name, host in every.items() if host.config.gateway_placement == "fleet"}
+    if gateways:
+        from v100ctl.plan.fleet_gateway import servers_of
+
+        servers = servers_of({name: (host.variables, host.config) for name, host in every.items()})
+        gateways = {name: replace(host, config=with_servers(host.config, servers)) for name, host in gateways.items()}
+    hosts = {name: gateways.get(name, host) for name, host in every.items() if name in limited}
     vault = [part for item in vault_password_files for part in ("--vault-password-file", str(item))]
     if vault_password is not None:
         vault.append("--ask-vault-password")
-    return Fleet(hosts=hosts, sources=tuple(sources), vault_arguments=tuple(vault), vault_password=vault_password)
+    return Fleet(
+        hosts=hosts, gateways=gateways, sources=tuple(sources), vault_arguments=tuple(vault), vault_password=vault_password
+    )
 
 
 class _Cleaned(io.StringIO):
@@ -1213,8 +1254,11 @@ def _narrow(manager: Any, limit: str) -> None:
 
 def _read_with_ansible(
     sources: Sequence[str], limit: str | None, vault_password_files: Sequence[Path | str], vault_password: str | None
-) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Each host's variables, plain and as Ansible gave them."""
+) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], set[str]]:
+    """Each host's variables, plain and as Ansible gave them, and which hosts are meant.
+
+    Hosts that the limit leaves out come along where the inventory has a gateway of the fleet, which is in front of all.
+    """
     # Imported here: Ansible takes a third of a second to import, and `--help` needs none of it.
     from ansible import constants
     from ansible.errors import AnsibleError
@@ -1247,13 +1291,19 @@ def _read_with_ansible(
     manager = InventoryManager(loader=loader, sources=paths)
     if not manager.hosts:
         raise AnsibleError("no hosts could be read from it")
-    if limit is not None:
-        _narrow(manager, limit)
     variable_manager = VariableManager(loader=loader, inventory=manager)
     builders = {host.name for host in manager.get_hosts(BUILDERS_GROUP)} if BUILDERS_GROUP in manager.groups else set()
+    every = [host for host in manager.get_hosts("all") if host.name not in builders]
+    if limit is not None:
+        _narrow(manager, limit)
+    limited = {host.name for host in manager.get_hosts("all")} - builders
     result: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for host in manager.get_hosts("all"):
-        if host.name in builders:
+    # The limit is no concern of a gateway that is in front of all.
+    has_gateway = any(
+        variable_manager.get_vars(host=host, include_hostvars=False).get("gateway_placement") == "fleet" for host in every
+    )
+    for host in every:
+        if host.name not in limited and not has_gateway:
             continue
         if host.name.startswith("-") or not host.name.isprintable():
             raise AnsibleError(f"{host.name!r} is not a host name")
@@ -1269,7 +1319,7 @@ def _read_with_ansible(
         except AnsibleError as error:
             raise AnsibleError(f"host {host.name}: {error.message}") from error
         result[host.name] = ({str(name): value for name, value in {**look_alikes, **values}.items()}, {**look_alikes, **tagged})
-    return result
+    return result, limited
 
 
 def plain(value: Any) -> Any:

@@ -49,6 +49,7 @@ class State:
         releases: Build ids.
         models: Paths.
         instances: Name to the digest of its unit.
+        served: Name to its ``unit``, the ``url`` at which it answers, its ``model``'s name there, its ``keys_file``.
         missing: What it rests on and the host no longer has; empty where it can be gone back to.
     """
 
@@ -59,6 +60,7 @@ class State:
     models: tuple[str, ...]
     instances: Mapping[str, str]
     missing: tuple[str, ...] = ()
+    served: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def time(self) -> datetime:
@@ -127,6 +129,7 @@ def record_document(plan: Mapping[str, Any]) -> dict[str, Any]:
                     "max_tokens": PROOF_MAX_TOKENS,
                     "timeout_s": PROOF_TIMEOUT_S,
                     "proof": item.get("proof") or {},
+                    "keys_file": item.get("api_keys_file") or "",
                     "baseline": f"{BASELINES_DIR}/{item['name']}.json",
                 },
             }
@@ -158,6 +161,10 @@ def read_history(session: Runner, host: str) -> History:
             models=tuple(str(model["path"]) for model in item["models"]),
             instances={name: str(instance["digest"]) for name, instance in item["instances"].items()},
             missing=tuple(item["missing"]),
+            served={
+                name: {key: str(instance[key]) for key in ("unit", "url", "model", "keys_file")}
+                for name, instance in item["instances"].items()
+            },
         )
         for item in document["states"]
     )

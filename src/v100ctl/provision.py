@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from v100ctl.access import Access
 from v100ctl.apply import ApplyResult, Reporter, run_playbook
@@ -82,6 +82,8 @@ def provision(
     confirm: Confirm = lambda question: False,
     verbosity: int = 0,
     named_roles: bool = False,
+    many_restarts: bool = False,
+    variables: Mapping[str, Any] | None = None,
 ) -> ProvisionResult:
     """Bring every host of ``fleet`` to its plan.
 
@@ -97,6 +99,8 @@ def provision(
         confirm: Asked before Python is installed on a host that has none.
         verbosity: Ansible's ``-v`` count.
         named_roles: Run only the roles that the differences name.
+        many_restarts: Servers of several hosts may restart at once: somebody else sees to it that others serve.
+        variables: More for Ansible, without secrets.
 
     Raises:
         V100ctlError: more than one serving host would be restarted at once, or what the controller has to fetch cannot be had.
@@ -118,7 +122,8 @@ def provision(
         if early is None:
             _announce(reporter, state)
     try:
-        _refuse_many_restarts({name: examined[name] for name in to_apply})
+        if not many_restarts:
+            _refuse_many_restarts({name: examined[name] for name in to_apply})
     except V100ctlError as error:
         if not check:
             raise
@@ -129,7 +134,7 @@ def provision(
     roles = {name: roles_that_mend(examined[name].changes) for name in to_apply}
     if to_apply:
         if not check:
-            _fetch([examined[name] for name in to_apply], reporter)
+            fetch([examined[name] for name in to_apply], reporter)
         # ansible-playbook stays the one way in which a host is changed, so `--check` shows Ansible's own view too.
         with alone_on([examined[name] for name in to_apply], reporter):
             applied = run_playbook(
@@ -147,7 +152,11 @@ def provision(
                 verbosity=verbosity,
                 forks=access.forks,
                 # The plan of this very run: a run over midnight must not decide anew in the middle.
-                extra_vars={"v100ctl_as_of": as_of.isoformat(), **({"v100ctl_roles": roles} if named_roles else {})},
+                extra_vars={
+                    "v100ctl_as_of": as_of.isoformat(),
+                    **({"v100ctl_roles": roles} if named_roles else {}),
+                    **(variables or {}),
+                },
             )
         log_path = applied.log_path
         results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check)
@@ -254,11 +263,11 @@ def _refuse_many_restarts(states: Mapping[str, Examined]) -> None:
     if len(serving) > 1:
         raise V100ctlError(
             f"this would restart servers on {len(serving)} hosts at once: {', '.join(serving)}",
-            hint="provision them one by one with `--limit HOST`, so that the others go on serving",
+            hint="`v100ctl rollout` does that host by host while the others go on serving; `--limit HOST` is one of them",
         )
 
 
-def _fetch(states: Sequence[Examined], reporter: Reporter) -> None:
+def fetch(states: Sequence[Examined], reporter: Reporter) -> None:
     """Fetch what comes through the controller before any host is touched: a failure here leaves every host as it was."""
     from v100ctl.artifacts import Cache, fetch_engine, fetch_model, fetch_source
     from v100ctl.compare import model_file_problem
@@ -337,8 +346,8 @@ def _after_apply(
 def _verdict_after(name: str, state: Examined, reporter: Reporter, *, changed: bool) -> HostResult:
     if state.error is not None:
         result = HostResult("unreachable", state, state.error.message, state.error.hint)
-    elif state.changes:
-        left = "; ".join(f"{finding.id}: {finding.actual}" for finding in state.changes[:5])
+    elif findings := [finding for finding in state.changes if finding.severity != "info"]:
+        left = "; ".join(f"{finding.id}: {finding.actual}" for finding in findings[:5])
         result = HostResult(
             "failed", state, f"the roles ran, but the host still differs from its plan: {left}", "run it again with `-v`"
         )

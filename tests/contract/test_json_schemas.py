@@ -30,6 +30,8 @@ from v100ctl.rollback import (
     rollback_document,
     rollback_exit_code,
 )
+from v100ctl.rollout.report import page
+from v100ctl.rollout.state import Event, HostState, Options, Rollout
 from v100ctl.serving import Completion
 
 REFERENCE = Path(__file__).parents[2] / "docs/reference"
@@ -151,3 +153,13 @@ def test_rollback() -> None:
     validate(rollback_document(results), "rollback")
     assert rollback_exit_code(results) == 1
     assert rollback_exit_code({"b": results["b"]}) == 2
+
+
+def test_rollout() -> None:
+    host = HostState("a", "0123", "4567", ["process.stale:chat"], ["llm_server"], ["chat"], good=STATE.id, before={"chat": 31.5})
+    host.phase, host.problem = "returned", "chat decodes 10.0 tokens/s"
+    host.events.append(Event("apply", "2026-11-30T04:15:00+00:00", 12.5))
+    rollout = Rollout("r", "me@here", "2026-11-30T04:00:00+00:00", "2026-11-30", Options(), {"a": host}, [["a"]], ended=None)
+    validate(rollout.to_json(), "rollout")
+    assert Rollout.from_json(rollout.to_json()) == rollout
+    assert "chat decodes 10.0 tokens/s" in page(rollout)

@@ -118,7 +118,7 @@ class Host:
                         "digest": digest,
                         "health_url": "http://127.0.0.1:8000/health",
                         "start_timeout_s": 5,
-                        "proof_request": {"unit": f"v100-{name}.service", "timeout_s": 1},
+                        "proof_request": {"unit": f"v100-{name}.service", "url": "http://x", "model": "m", "timeout_s": 1},
                     }
                     for name in names
                 },

@@ -140,7 +140,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
         monkeypatch.setattr("v100ctl.provision.examine", examine)
         monkeypatch.setattr("v100ctl.provision.run_playbook", run_playbook)
-        monkeypatch.setattr("v100ctl.provision._fetch", lambda *args: None)
+        monkeypatch.setattr("v100ctl.provision.fetch", lambda *args: None)
         said = io.StringIO()
         reporter = make_reporter(stream=said)
         fleet = Fleet({name: state.host for name, state in states.items()}, sources=("x",))

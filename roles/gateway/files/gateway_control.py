@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Takes an LLM server out of this host's gateway and brings it back, and says what the gateway runs.
 
+The gateway of a fleet knows its servers as ``INSTANCE@HOST``.
+
 Runs where nothing of ours is installed: standard library only, Python 3.8 or later. Each verb prints one JSON object.
 
 ``drain INSTANCE --limit-s N``
@@ -86,10 +88,10 @@ def server_states(statistics: str) -> dict[str, JsonObject]:
     """Each instance's server from the answer to ``show stat``."""
     found: dict[str, JsonObject] = {}
     for row in csv.DictReader(io.StringIO(statistics.lstrip("# "))):
-        name = row.get("pxname") or ""
-        if name.startswith("engine-") and row.get("svname") == "engine":
+        name, server = row.get("pxname") or "", row.get("svname") or ""
+        if name.startswith("engine-") and server not in ("FRONTEND", "BACKEND"):
             running = int(row.get("scur") or 0)
-            found[name[len("engine-") :]] = {
+            found[name[len("engine-") :] + ("" if server == "engine" else f"@{server}")] = {
                 "status": row.get("status") or "",
                 "running": running,
                 "engine": row.get("addr") or "",
@@ -138,10 +140,17 @@ def _server(instance: str) -> JsonObject:
     return states[instance]
 
 
+def _set_state(instance: str, state: str) -> None:
+    """Has the gateway treat a server so, also when it is started anew."""
+    name, _, server = instance.partition("@")
+    _server(instance)
+    ask(f"set server engine-{name}/{server or 'engine'} state {state}")
+    save()
+
+
 def drain(instance: str, limit_s: float) -> int:
     """See the verb ``drain`` above."""
-    _server(instance)
-    ask(f"set server engine-{instance}/engine state drain")
+    _set_state(instance, "drain")
     deadline = time.monotonic() + limit_s
     while True:
         running = _running(instance)
@@ -154,8 +163,7 @@ def drain(instance: str, limit_s: float) -> int:
 
 def reopen(instance: str, limit_s: float) -> int:
     """See the verb ``open`` above."""
-    _server(instance)
-    ask(f"set server engine-{instance}/engine state ready")
+    _set_state(instance, "ready")
     deadline = time.monotonic() + limit_s
     while True:
         server = _server(instance)

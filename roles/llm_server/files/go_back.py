@@ -207,7 +207,16 @@ def listing() -> JsonObject:
                 "restored_from": state.get("restored_from"),
                 "releases": state["releases"],
                 "models": state["models"],
-                "instances": {name: {"digest": item["digest"]} for name, item in state["instances"].items()},
+                "instances": {
+                    name: {
+                        "digest": item["digest"],
+                        "unit": item["unit"],
+                        "url": item["proof_request"]["url"],
+                        "model": item["proof_request"]["model"],
+                        "keys_file": item["proof_request"].get("keys_file", ""),
+                    }
+                    for name, item in state["instances"].items()
+                },
                 "missing": missing(state),
             }
             for state in known

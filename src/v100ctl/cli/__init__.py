@@ -25,6 +25,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("v100ctl.cli.init", "Make a fleet folder to start from."),
     "plan": ("v100ctl.cli.plan", "Show what would change on which host and why; touch nothing."),
     "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
+    "rollout": ("v100ctl.cli.rollout", "Change a fleet host by host, gated, and lose no request."),
+    "gateway": ("v100ctl.cli.gateway", "Print the fleet's servers for a gateway of your own."),
     "rollback": ("v100ctl.cli.rollback", "Bring a host back to its previous good state, and prove it."),
     "history": ("v100ctl.cli.history", "Show what was applied to a host and proved, and when."),
     "recover": ("v100ctl.cli.recover", "Bring a host's cards back without a reboot, or say what alone helps."),

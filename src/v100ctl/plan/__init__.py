@@ -8,7 +8,7 @@ make the same host.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
@@ -18,13 +18,15 @@ from v100ctl.fleet import (
     CONFIG_VARIABLES,
     INSTANCE_NAME,
     VARIABLE_PREFIXES,
+    GatewayServer,
     HostConfig,
     InstanceSpec,
     parse_config,
     plain,
+    with_servers,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, external, gateway, llama_cpp, tuning, units, upkeep
+from v100ctl.plan import driver_actions, external, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -53,6 +55,7 @@ __all__ = [
     "Headers",
     "HostPlan",
     "from_ansible",
+    "health_path",
     "model_path",
     "model_specs",
     "plain_known",
@@ -89,7 +92,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
         health={
             name: local_url(gateway.behind(spec, config), path)
             for name, spec in present.items()
-            if (path := _health_path(spec, config))
+            if (path := health_path(spec, config))
         },
         identity={name: local_url(gateway.behind(spec, config), MODELS_PATH) for name, spec in present.items()},
         models=tuple(sorted({path for spec in present.values() for model in source_specs(spec) for path in file_paths(model)})),
@@ -97,7 +100,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
     )
 
 
-def _health_path(spec: InstanceSpec, config: HostConfig) -> str | None:
+def health_path(spec: InstanceSpec, config: HostConfig) -> str | None:
     """Where an instance says that it is well; ``None`` where nothing is known about its engine."""
     catalog = load_catalog()
     profile = catalog.profiles.get(spec.profile or "")
@@ -144,8 +147,11 @@ def plan(
     planner.decide()
     models = with_release_paths(models, {name: item.release_path for name, item in planner.instances.items()})
     unused = unused_models(models, facts)
-    front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
     care, care_files, care_packages = upkeep.decide_upkeep(host, config, facts, planner.specs, planner.instances, catalog)
+    if config.gateway_placement == "fleet":
+        front, front_files = fleet_gateway.decide(config)
+    else:
+        front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -159,6 +165,7 @@ def plan(
         *fleet_of_one_rules(config),
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *gateway.gateway_rules(config, facts, planner.public, going),
+        *fleet_gateway.fleet_rules(config),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
         *limit_rules(facts, LIMIT_NOFILE),
@@ -253,6 +260,7 @@ def from_ansible(
     *,
     headers: Mapping[str, Any] | None = None,
     listings: Mapping[str, Any] | None = None,
+    servers: Sequence[GatewayServer] = (),
 ) -> dict[str, Any]:
     """The plan as role variables, from what a playbook has at hand (the filter plugin's entry).
 
@@ -262,6 +270,7 @@ def from_ansible(
         as_of: Today.
         headers: Model headers as plain data, by path on the host; a text says why one could not be read.
         listings: What hubs said of their repositories, as plain data (:func:`v100ctl.plan.models.listing_key`).
+        servers: For the gateway of a fleet: what the inventory's hosts serve.
 
     Raises:
         InventoryError: a variable is wrong.
@@ -269,7 +278,7 @@ def from_ansible(
     """
     host = str(variables["inventory_hostname"])
     known_listings = {key: HubListing.model_validate(value) for key, value in (listings or {}).items()}
-    config = with_listings(parse_config(host, ansible_variables(variables)), known_listings)
+    config = with_servers(with_listings(parse_config(host, ansible_variables(variables)), known_listings), servers)
     known = {path: _known(value) for path, value in (headers or {}).items()}
     return plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of).to_role_variables()
 

@@ -72,8 +72,8 @@ def decide_gateway(
     fronts = tuple(
         GatewayFront(
             instance=name,
-            bind=_address(public[name].listen, public[name].port),
-            engine=_address(instance.listen, instance.port),
+            bind=address_of(public[name].listen, public[name].port),
+            engine=address_of(instance.listen, instance.port),
             health_path=urlsplit(instance.health_url).path,
             keys_file=_keys_path(name) if public[name].keys else "",
         )
@@ -121,7 +121,8 @@ def _keys_file(name: str, spec: InstanceSpec) -> ManagedFile:
     return ManagedFile(_keys_path(name), "\n".join(lines) + "\n", ROLE, mode="0600", instance=name, secret=True)
 
 
-def _address(listen: str, port: int) -> str:
+def address_of(listen: str, port: int) -> str:
+    """``ADDRESS:PORT``, with brackets where the address holds colons."""
     return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
 
 

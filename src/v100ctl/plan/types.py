@@ -306,6 +306,7 @@ class Placement:
 class GatewayFront:
     """One public port: where the gateway listens, and the engine behind it (``ADDRESS:PORT`` each).
 
+    The gateway of a fleet has the hosts in ``servers`` behind it instead.
     ``keys_file`` says which keys open it and what each is called towards the engine, empty where it asks for none.
     """
 
@@ -314,6 +315,7 @@ class GatewayFront:
     engine: str
     health_path: str
     keys_file: str = ""
+    servers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

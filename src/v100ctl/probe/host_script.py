@@ -1570,10 +1570,11 @@ def gateway_facts(info: str, statistics: str) -> "Document":
     columns = rows[0].split(",") if rows else []
     for row in rows[1:]:
         fields = dict(zip(columns, row.split(",")))
-        name = fields.get("pxname", "")
-        if name.startswith("engine-") and fields.get("svname") == "engine":
+        name, server = fields.get("pxname", ""), fields.get("svname", "")
+        if name.startswith("engine-") and server not in ("FRONTEND", "BACKEND"):
             running = fields.get("scur", "")
-            servers[text(name[len("engine-") :])] = {
+            # The gateway of a fleet has the hosts there, by name.
+            servers[text(name[len("engine-") :] + ("" if server == "engine" else f"@{server}"))] = {
                 "status": text(fields.get("status", "")),
                 "requests_running": int(running) if running.isdigit() else 0,
             }

@@ -1,0 +1,245 @@
+"""The fleet's front: HAProxy on a host of its own, before the instances of one name on all hosts.
+
+Which servers there are follows from the inventory (:func:`servers_of`). What stands here beside the configuration of HAProxy are
+the same servers in the words of others: nginx, LiteLLM and Prometheus.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from v100ctl.fleet import GatewayServer, HostConfig
+from v100ctl.paths import content_dir
+from v100ctl.plan.gateway import (
+    CONFIG,
+    CONNECTIONS,
+    PROGRAM,
+    ROLE,
+    RUNTIME_FOLDER,
+    STREAM_TIMEOUT_S,
+    UNIT,
+    UNIT_PATH,
+    WAIT_SCRIPT,
+    address_of,
+)
+from v100ctl.plan.render import MANAGED_HEADER, render
+from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
+
+#: Ways to print the servers for those who have a gateway of their own.
+OUTPUTS = ("nginx", "litellm", "prometheus")
+
+
+def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tuple[GatewayServer, ...]:
+    """The servers that a fleet's gateway is in front of.
+
+    Args:
+        hosts: Variables and configuration of every host of the inventory, by name.
+    """
+    # Which path tells an engine's health is decided where instances are planned.
+    from v100ctl.plan import health_path, present_instances
+
+    found = []
+    for name, (variables, config) in sorted(hosts.items()):
+        address = config.gateway_address or str(variables.get("ansible_host") or name)
+        for instance, spec in sorted(present_instances(config).items()):
+            found.append(
+                GatewayServer(
+                    instance=instance,
+                    host=re.sub(r"[^A-Za-z0-9_.-]", "_", name),
+                    address=address,
+                    port=spec.port,
+                    health_path=health_path(spec, config) or "/health",
+                    tls=config.gateway_placement == "host" and bool(config.gateway_tls_certificate),
+                    on_loopback=spec.listen == "::1" or spec.listen.startswith("127."),
+                    model=spec.settings.served_model_name or instance,
+                    model_digest=spec.model.digest,
+                )
+            )
+    return tuple(found)
+
+
+def fronts_of(config: HostConfig) -> dict[str, tuple[GatewayServer, ...]]:
+    """The servers by the instance's name, which is what they have in common."""
+    fronts: dict[str, list[GatewayServer]] = {}
+    for server in config.gateway_servers:
+        fronts.setdefault(server.instance, []).append(server)
+    return {name: tuple(servers) for name, servers in sorted(fronts.items())}
+
+
+def _port(config: HostConfig, instance: str, servers: Sequence[GatewayServer]) -> int:
+    return config.gateway_ports.get(instance) or servers[0].port
+
+
+def decide(config: HostConfig) -> tuple[GatewayDecision | None, tuple[ManagedFile, ...]]:
+    """The gateway of the fleet, and its files; ``None`` where it has no server."""
+    servers = fronts_of(config)
+    if not servers:
+        return None, ()
+    fronts = tuple(
+        GatewayFront(
+            instance=name,
+            bind=address_of(config.gateway_listen, _port(config, name, found)),
+            engine="",
+            health_path=found[0].health_path,
+            servers=tuple(server.host for server in found),
+        )
+        for name, found in servers.items()
+    )
+    values: dict[str, Any] = {
+        "fronts": [(front, [_line(server) for server in servers[front.instance]]) for front in fronts],
+        "wait_s": config.gateway_wait_s,
+        "certificate": config.gateway_tls_certificate,
+        "server_ca": config.gateway_server_ca or "@system-ca",
+        "stats_port": config.gateway_stats_port,
+        "connections": CONNECTIONS,
+        "stream_timeout_s": STREAM_TIMEOUT_S,
+        "runtime_folder": RUNTIME_FOLDER,
+        "wait_script": WAIT_SCRIPT,
+    }
+    script = render("gateway/wait.lua.j2")
+    digest = hashlib.sha256((render("gateway/fleet.cfg.j2", **values, digest="") + script).encode()).hexdigest()[:16]
+    unit = render(
+        "systemd/gateway.service.j2",
+        config=CONFIG,
+        program=PROGRAM,
+        runtime_folder=RUNTIME_FOLDER,
+        runtime_name=RUNTIME_FOLDER.rpartition("/")[2],
+        connections=CONNECTIONS,
+    )
+    files = (
+        ManagedFile(PROGRAM, (content_dir() / "roles/gateway/files/gateway_control.py").read_text("utf-8"), ROLE, mode="0755"),
+        ManagedFile(WAIT_SCRIPT, script, ROLE),
+        ManagedFile(CONFIG, render("gateway/fleet.cfg.j2", **values, digest=digest), ROLE),
+        ManagedFile(UNIT_PATH, unit, ROLE),
+    )
+    return GatewayDecision(UNIT, "started", digest, fronts), files
+
+
+def _line(server: GatewayServer) -> dict[str, Any]:
+    return {
+        "name": server.host,
+        "address": address_of(server.address, server.port),
+        "health_path": server.health_path,
+        "tls": server.tls,
+        "certified_name": server.address,
+    }
+
+
+def fleet_rules(config: HostConfig) -> Iterator[Rule]:
+    """Rules about the gateway of a fleet."""
+    if config.gateway_placement != "fleet":
+        return
+    fronts = fronts_of(config)
+    if not fronts:
+        yield Rule(
+            "gateway-fleet-empty",
+            "refuse",
+            "the gateway of the fleet has no server: no host of the inventory has an instance",
+            "`llm_server_instances` for the hosts that serve, or `gateway_servers`",
+        )
+    taken: dict[int, str] = {}
+    loopback = config.gateway_listen == "::1" or config.gateway_listen.startswith("127.")
+    if fronts and not loopback and not config.llm_server_allow_unauthenticated and not config.gateway_tls_certificate:
+        yield Rule(
+            "gateway-fleet-open",
+            "info",
+            f"the gateway listens on {config.gateway_listen} and passes keys through as they come: who may use a server is what "
+            "the server itself asks for",
+            "`gateway_tls_certificate`, so that nobody on the way reads a key",
+        )
+    for name, servers in fronts.items():
+        ports = {server.port for server in servers}
+        if len(ports) > 1 and name not in config.gateway_ports:
+            yield Rule(
+                "gateway-fleet-port",
+                "refuse",
+                f"its servers have different ports ({', '.join(map(str, sorted(ports)))}), so the gateway's own is not known",
+                f"`gateway_ports: {{{name}: {servers[0].port}}}`",
+                instance=name,
+            )
+        port = _port(config, name, servers)
+        if port in taken:
+            yield Rule(
+                "gateway-fleet-port",
+                "refuse",
+                f"the gateway would listen on port {port} for {taken[port]} and for {name}",
+                f"another port in `gateway_ports: {{{name}: ...}}`",
+                instance=name,
+            )
+        taken.setdefault(port, name)
+        unreachable = [server.host for server in servers if server.on_loopback]
+        if unreachable:
+            yield Rule(
+                "gateway-fleet-loopback",
+                "refuse" if len(unreachable) == len(servers) else "warn",
+                f"{', '.join(unreachable)} listen on loopback alone, where no other host reaches them",
+                "`listen:` with an address of the network that the gateway is in",
+                instance=name,
+            )
+        digests = {server.model_digest for server in servers if server.model_digest}
+        if len(digests) > 1:
+            yield Rule(
+                "gateway-fleet-models-differ",
+                "warn",
+                f"its servers have {len(digests)} different models: the same question gets answers of one or the other",
+                "one name for each model",
+                instance=name,
+            )
+
+
+# --- for those who have a gateway of their own --------------------------------------------------------------------------------
+
+
+def render_for(output: str, servers: Sequence[GatewayServer]) -> str:
+    """The servers in the words of ``nginx`` (upstreams), ``litellm`` (its proxy) or ``prometheus`` (``file_sd``)."""
+    by_name: dict[str, list[GatewayServer]] = {}
+    for server in servers:
+        by_name.setdefault(server.instance, []).append(server)
+    if output == "nginx":
+        return _nginx(by_name)
+    if output == "litellm":
+        return _litellm(by_name)
+    targets = [
+        {
+            "targets": [address_of(server.address, server.port) for server in found],
+            "labels": {"instance_name": name, "model": found[0].model},
+        }
+        for name, found in sorted(by_name.items())
+    ]
+    return json.dumps(targets, indent=2) + "\n"
+
+
+def _nginx(by_name: Mapping[str, Sequence[GatewayServer]]) -> str:
+    lines = [
+        f"# {MANAGED_HEADER}",
+        "# A stream needs `proxy_buffering off;` and `proxy_read_timeout 3600s;` where it is passed on.",
+    ]
+    for name, servers in sorted(by_name.items()):
+        lines += [f"upstream v100-{name} {{", "    least_conn;"]
+        lines += [f"    server {address_of(server.address, server.port)} max_fails=3 fail_timeout=5s;" for server in servers]
+        lines += ["}"]
+    return "\n".join(lines) + "\n"
+
+
+def _litellm(by_name: Mapping[str, Sequence[GatewayServer]]) -> str:
+    models = [
+        {
+            "model_name": server.model,
+            "litellm_params": {
+                "model": f"openai/{server.model}",
+                "api_base": f"{'https' if server.tls else 'http'}://{address_of(server.address, server.port)}/v1",
+                # LiteLLM reads it from its own environment.
+                "api_key": f"os.environ/V100_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_KEY",
+            },
+        }
+        for name, servers in sorted(by_name.items())
+        for server in servers
+    ]
+    document = {"model_list": models, "router_settings": {"routing_strategy": "least-busy"}}
+    return f"# {MANAGED_HEADER}\n" + yaml.safe_dump(document, sort_keys=False)

@@ -1,0 +1,174 @@
+"""Begin a rollout, go on with one that was cut off, or end it: the three ways into the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from datetime import UTC, date, datetime
+
+from v100ctl.access import Access
+from v100ctl.apply import Reporter
+from v100ctl.examine import Examined, examine
+from v100ctl.fleet import Fleet
+from v100ctl.plan.types import describe
+from v100ctl.provision import lock_path, roles_that_mend
+from v100ctl.rollout import state
+from v100ctl.rollout.actions import FleetActions
+from v100ctl.rollout.machine import Machine
+from v100ctl.rollout.state import HostState, Options, Rollout, RolloutError
+
+
+def plan_rollout(fleet: Fleet, access: Access, reporter: Reporter, as_of: date, options: Options) -> Rollout:
+    """What would change on which host, in which order. Nothing is written down and nothing is touched.
+
+    Raises:
+        RolloutError: another rollout over these hosts was not ended, or a host cannot be changed at all.
+    """
+    _refuse_documents(fleet)
+    with reporter.phase(f"probing {len(fleet.hosts)} hosts"):
+        examined = examine(list(fleet.hosts.values()), access, as_of=as_of)
+    problems = [problem for found in examined.values() if (problem := _problem(found))]
+    if problems:
+        raise RolloutError(
+            "\n".join(["not every host can be changed, so none is", *problems]),
+            hint="mend them, or leave them out with `--limit 'all:!HOST'`",
+        )
+    addresses = {name: _address(found) for name, found in examined.items()}
+    left = state.unfinished(addresses.values())
+    if left is not None:
+        raise RolloutError(
+            f"a rollout over these hosts was not ended: {left.owner} began it {state.age(left.started)} ago",
+            hint="`v100ctl rollout --resume` goes on with it, `v100ctl rollout --abort` leads back",
+        )
+    hosts = [_host_state(found, addresses[name]) for name, found in examined.items() if found.changes]
+    # Those that restart first: the canary has to try what may fail.
+    hosts.sort(key=lambda host: host.serves_meanwhile)
+    serving = sum(1 for found in examined.values() if found.plan is not None and found.plan.instances)
+    batches = state.in_batches([host.name for host in hosts], options, max(1, serving - 1))
+    begun = datetime.now(UTC)
+    return Rollout(
+        id=begun.strftime("%Y%m%dT%H%M%S%fZ"),
+        owner=state.owner(),
+        started=begun.isoformat(timespec="seconds"),
+        as_of=as_of.isoformat(),
+        options=options,
+        hosts={host.name: host for host in hosts},
+        batches=batches,
+    )
+
+
+def find_unfinished(fleet: Fleet, access: Access) -> Rollout:
+    """The rollout over these hosts that was cut off, or that has lost a host.
+
+    Raises:
+        RolloutError: there is none.
+    """
+    from v100ctl.rollback import connection_to
+
+    addresses = [lock_path(host, connection_to(host, access)).name for host in fleet.hosts.values()]
+    found = state.unfinished(addresses)
+    if found is None:
+        raise RolloutError("no rollout over these hosts was left unfinished", hint="`v100ctl rollout` begins one")
+    return found
+
+
+def carry_out(
+    rollout: Rollout,
+    fleet: Fleet,
+    access: Access,
+    reporter: Reporter,
+    *,
+    abort: bool = False,
+    resumed: bool = False,
+    verbosity: int = 0,
+) -> Rollout:
+    """Do it, from wherever it is.
+
+    Args:
+        rollout: Planned, or found unfinished.
+        fleet: The inventory of its hosts.
+        access: How they are reached.
+        reporter: Where progress goes.
+        abort: Lead back what is under way instead.
+        resumed: It was begun by another run: the inventory has to want the same still.
+        verbosity: Ansible's ``-v`` count.
+
+    Raises:
+        RolloutError: another one runs over the same hosts, the inventory lacks a host or wants something else by now.
+    """
+    missing = sorted(set(rollout.hosts) - set(fleet.hosts))
+    if missing:
+        raise RolloutError(
+            f"the rollout has {', '.join(missing)}, which the inventory or `--limit` leaves out",
+            hint="name the inventory that it was begun with",
+        )
+    as_of = date.fromisoformat(rollout.as_of)
+    fleet = dataclasses.replace(fleet, hosts={name: fleet.hosts[name] for name in rollout.hosts})
+    with state.alone(host.address for host in rollout.hosts.values()):
+        if resumed and not abort:
+            _refuse_another_plan(rollout, fleet, access, as_of)
+        state.save(rollout)
+        actions = FleetActions(fleet, access, reporter, as_of, rollout.options, verbosity=verbosity)
+
+        def tell(host: str, step: str, problem: str) -> None:
+            if problem:
+                reporter.failure(host, step, problem, None)
+            else:
+                reporter.note(f"{host}: {step}: done")
+
+        machine = Machine(rollout, actions, state.save, forks=access.forks, tell=tell)
+        if abort:
+            machine.abort()
+        else:
+            machine.go_on()
+        state.forget_old()
+    return rollout
+
+
+def _refuse_documents(fleet: Fleet) -> None:
+    if fleet.document is not None:
+        raise RolloutError("a rollout needs an inventory", hint="name one with `-i`")
+
+
+def _problem(found: Examined) -> str:
+    if found.error is not None:
+        return f"{found.host.name}: {found.error.message.removeprefix(f'{found.host.name}: ')}"
+    if found.plan is not None and found.plan.verdict == "refused":
+        refusals = [describe(rule) for rule in found.plan.rules if rule.severity == "refuse"]
+        return f"{found.host.name}: {'; '.join(refusals)}"
+    return ""
+
+
+def _address(found: Examined) -> str:
+    return lock_path(found.host, found.connection).name
+
+
+def _host_state(found: Examined, address: str) -> HostState:
+    roles = roles_that_mend(found.changes)
+    return HostState(
+        name=found.host.name,
+        address=address,
+        wanted=_wanted(found),
+        changes=[finding.id for finding in found.changes],
+        roles=list(roles),
+        restarts=list(found.restarts),
+        reboots="nvidia_driver" in roles and bool(found.plan and found.plan.driver and found.plan.driver.serving),
+    )
+
+
+def _wanted(found: Examined) -> str:
+    content = found.plan.host_json.content if found.plan is not None and found.plan.host_json is not None else ""
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _refuse_another_plan(rollout: Rollout, fleet: Fleet, access: Access, as_of: date) -> None:
+    """What was begun with one plan must not end with another."""
+    waiting: Sequence[str] = [name for name, host in rollout.hosts.items() if host.phase == "waiting" and not host.reboots]
+    examined = examine([fleet.hosts[name] for name in waiting], access, as_of=as_of) if waiting else {}
+    other = [name for name, found in examined.items() if found.error is None and _wanted(found) != rollout.hosts[name].wanted]
+    if other:
+        raise RolloutError(
+            f"the inventory no longer wants for {', '.join(other)} what the rollout was begun with",
+            hint="`v100ctl rollout --abort` ends it; then `v100ctl rollout` begins one with what is wanted now",
+        )

@@ -1,0 +1,176 @@
+"""The gateway of a fleet: which servers, which configuration, and the same in the words of others."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from v100ctl.compare import compare
+from v100ctl.facts import Facts
+from v100ctl.fleet import GatewayServer, HostConfig, load_fleet, with_servers
+from v100ctl.plan import HostPlan, gateway, plan
+from v100ctl.plan.fleet_gateway import render_for, servers_of
+from v100ctl.probe import host_script
+
+from .factory import AS_OF, MODEL, make_config, make_facts
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "roles/gateway/files/gateway_control.py"
+STATISTICS = """# pxname,svname,qcur,qmax,scur,smax,slim,stot,bin,bout,dreq,dresp,ereq,econ,eresp,wretr,wredis,status,weight,addr
+chat,FRONTEND,,,3,9,4000,12,1,1,0,0,0,,,,,OPEN,,
+engine-chat,gpu1,0,0,2,2,,9,1,1,,0,,0,0,0,0,UP,1,10.0.0.1:8000
+engine-chat,gpu2,0,0,1,2,,9,1,1,,0,,0,0,0,0,DRAIN,1,10.0.0.2:8000
+engine-chat,BACKEND,0,0,3,2,400,9,1,1,0,0,,0,0,0,0,UP,1,
+"""
+
+
+def host(address: str, **changes: Any) -> tuple[dict[str, Any], HostConfig]:
+    return {"ansible_host": address}, make_config({"listen": address, **changes}, llm_server_allow_unauthenticated=True)
+
+
+HOSTS = {"gpu2": host("10.0.0.2"), "gpu1": host("10.0.0.1")}
+
+
+def config_of(servers: tuple[GatewayServer, ...], **variables: Any) -> HostConfig:
+    config = make_config(llm_server_instances={}, gateway_placement="fleet", **variables)
+    return with_servers(config.model_copy(update={"llm_server_instances": {}}), servers)
+
+
+def decide(hosts: dict[str, Any] | None = None, facts: Facts | None = None, **variables: Any) -> HostPlan:
+    config = config_of(servers_of(HOSTS if hosts is None else hosts), **variables)
+    return plan("front", config, facts or make_facts(), as_of=AS_OF)
+
+
+def text_of(decided: HostPlan) -> str:
+    return next(file.content for file in decided.files if file.path == gateway.CONFIG)
+
+
+def test_it_is_in_front_of_the_instances_of_one_name_on_all_hosts() -> None:
+    decided = decide()
+    assert decided.verdict == "ok"
+    assert "haproxy" in decided.packages
+    assert decided.gateway is not None
+    (front,) = decided.gateway.fronts
+    assert (front.bind, front.servers) == ("127.0.0.1:8000", ("gpu1", "gpu2"))
+    text = text_of(decided)
+    assert "    balance leastconn\n" in text
+    assert "    option httpchk GET /health\n" in text
+    assert "    server gpu1 10.0.0.1:8000 check inter 2s fastinter 500ms fall 3 rise 1\n" in text
+    assert f"description v100ctl {decided.gateway.digest}\n" in text
+    assert "stats uri /\n" in text
+    assert "frontend v100ctl-stats" not in text_of(decide(gateway_stats_port=0))
+
+
+def test_several_names_have_a_front_each_and_ports_may_be_given() -> None:
+    hosts = {"gpu1": host("10.0.0.1"), "gpu2": host("10.0.0.2", port=8001)}
+    assert {rule.id for rule in decide(hosts).rules if rule.severity == "refuse"} == {"gateway-fleet-port"}
+    given = decide(hosts, gateway_ports={"chat": 443}, gateway_listen="10.0.0.9")
+    assert given.verdict == "ok"
+    assert given.gateway is not None
+    assert given.gateway.fronts[0].bind == "10.0.0.9:443"
+    assert "gateway-fleet-open" in {rule.id for rule in given.rules}
+
+
+def test_a_gateway_without_servers_is_refused() -> None:
+    assert {rule.id for rule in decide({}).rules if rule.severity == "refuse"} == {"gateway-fleet-empty"}
+    listed = GatewayServer(instance="chat", host="old1", address="10.9.9.9", port=8000).model_dump()
+    assert decide({}, gateway_servers=[listed]).verdict == "ok"
+
+
+def test_what_only_itself_can_reach_is_told() -> None:
+    alone = {"gpu1": host("127.0.0.1")}
+    assert {rule.id for rule in decide(alone).rules if rule.severity == "refuse"} == {"gateway-fleet-loopback"}
+    assert decide({**HOSTS, "gpu3": host("127.0.0.1")}).verdict == "warn"
+
+
+def test_different_models_under_one_name_are_told() -> None:
+    other = host("10.0.0.3", model={"url": MODEL["url"], "sha256": "cd" * 32, "size_bytes": 1})
+    assert "gateway-fleet-models-differ" in {rule.id for rule in decide({**HOSTS, "gpu3": other}).rules}
+
+
+def test_servers_that_speak_tls_are_checked_by_name() -> None:
+    variables, _ = host("10.0.0.1")
+    secure = make_config(
+        {"listen": "10.0.0.1"},
+        gateway_placement="host",
+        gateway_tls_certificate="/etc/ssl/x.pem",
+        llm_server_allow_unauthenticated=True,
+        gateway_address="gpu1.example",
+    )
+    text = text_of(decide({"gpu1": (variables, secure)}, gateway_server_ca="/etc/ssl/ca.pem"))
+    assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 ssl verify required" in text
+    assert "ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
+
+
+def test_a_server_that_was_taken_out_is_found_by_host() -> None:
+    decided = decide()
+    assert decided.gateway is not None
+    seen = host_script.gateway_facts("description: v100ctl " + decided.gateway.digest + "\n", STATISTICS)
+    unit = {"load_state": "loaded", "active_state": "active", "sub_state": "running", "unit_file_state": "enabled"}
+    facts = make_facts(gateway=seen, units={gateway.UNIT: unit})
+    found = [finding.id for finding in compare(decided, facts) if finding.layer == "service"]
+    assert found == ["service.taken-out:chat@gpu2"]
+
+
+def test_its_program_knows_servers_by_instance_and_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gateway_control", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    asked: list[str] = []
+
+    def ask(command: str) -> str:
+        asked.append(command)
+        return STATISTICS if command == "show stat" else "1\n"
+
+    monkeypatch.setattr(script, "ask", ask)
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    assert script.main(["open", "chat@gpu1"]) == 0
+    assert "set server engine-chat/gpu1 state ready" in asked
+    # Also after a start anew.
+    assert (tmp_path / "servers").read_text() == "1\n"
+    assert script.main(["drain", "chat@gpu1", "--limit-s", "0"]) == script.EXIT_LIMIT
+    # The role opens what is behind the gateway of a host alone.
+    assert script.main(["open", "chat"]) == script.EXIT_UNKNOWN
+
+
+def test_the_inventory_tells_the_servers_also_past_a_limit(tmp_path: Path) -> None:
+    serving = {"llama_cpp_backend": "cpu", "llm_server_instances": {"chat": {"model": MODEL, "listen": "0.0.0.0"}}}
+    document = {
+        "all": {
+            "children": {
+                "gpus": {
+                    "hosts": {"gpu1": {"ansible_host": "10.0.0.1"}, "gpu2": {"ansible_host": "10.0.0.2"}},
+                    "vars": {**serving, "llm_server_allow_unauthenticated": True},
+                },
+                "builders": {"hosts": {"b1": {}}},
+                "fronts": {"hosts": {"front": {"gateway_placement": "fleet"}}},
+            }
+        }
+    }
+    path = tmp_path / "hosts.yml"
+    path.write_text(yaml.safe_dump(document))
+    fleet = load_fleet([path])
+    assert set(fleet.hosts) == {"gpu1", "gpu2", "front"}
+    servers = fleet.hosts["front"].config.gateway_servers
+    assert [(server.host, server.address) for server in servers] == [("gpu1", "10.0.0.1"), ("gpu2", "10.0.0.2")]
+    narrow = load_fleet([path], "front")
+    assert set(narrow.hosts) == {"front"}
+    assert narrow.hosts["front"].config.gateway_servers == servers
+    assert set(load_fleet([path], "gpu1").gateways) == {"front"}
+
+
+def test_the_same_for_those_who_have_a_gateway() -> None:
+    servers = servers_of(HOSTS)
+    nginx = render_for("nginx", servers)
+    assert "upstream v100-chat {\n    least_conn;\n    server 10.0.0.1:8000 max_fails=3 fail_timeout=5s;\n" in nginx
+    models = yaml.safe_load(render_for("litellm", servers))["model_list"]
+    assert models[0]["litellm_params"]["api_base"] == "http://10.0.0.1:8000/v1"
+    assert models[0]["litellm_params"]["api_key"] == "os.environ/V100_CHAT_KEY"
+    (target,) = json.loads(render_for("prometheus", servers))
+    assert target == {"targets": ["10.0.0.1:8000", "10.0.0.2:8000"], "labels": {"instance_name": "chat", "model": "chat"}}
