@@ -82,9 +82,15 @@ def main_pid(host: RunningHost) -> int:
     return int(on_host(host, f"systemctl show --value --property MainPID {UNIT}"))
 
 
+def engine_says(host: RunningHost, path: str) -> str:
+    """What the engine itself answers; empty where it does not, or with another status than 200."""
+    asked = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:18000{path}', timeout=10).read().decode())"
+    code, output = host.execute("python3", "-c", asked)
+    return output if code == 0 else ""
+
+
 def answers(host: RunningHost) -> bool:
-    code, _ = host.execute("curl", "-sf", "-m", "5", "-o", "/dev/null", "http://127.0.0.1:18000/health")
-    return code == 0
+    return "ok" in engine_says(host, "/health")
 
 
 def state(host: RunningHost, what: str) -> dict[str, Any]:
@@ -98,7 +104,7 @@ def start_load(host: RunningHost, name: str, tokens: int) -> Callable[[], list[s
     for number in (1, 2):
         command = f"python3 -c {shlex.quote(LOAD)} /run/{name}.end {tokens} >/run/{name}.{number} 2>&1"
         on_host(host, f"systemd-run --quiet --unit {name}-{number} /bin/sh -c {shlex.quote(command)}")
-    wait_for(lambda: '"is_processing":true' in on_host(host, "curl -s http://127.0.0.1:18000/slots"))
+    wait_for(lambda: '"is_processing":true' in engine_says(host, "/slots"))
 
     def end() -> list[str]:
         on_host(host, f"touch /run/{name}.end")

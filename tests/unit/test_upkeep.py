@@ -71,6 +71,12 @@ def test_one_that_does_not_or_shall_not_is_not(instance: dict[str, Any]) -> None
     assert upkeep.SETTINGS not in paths(plan)
 
 
+def test_keys_are_named_by_their_file() -> None:
+    plan = decided({**NIGHTLY, "api_keys": ["a-secret-key-of-some-length"]})
+    assert settings(plan)["keys_file"] == "/etc/v100ctl/instances/chat.keys"
+    assert "a-secret-key" not in "".join(file.content for file in plan.files if file.path in upkeep.FILES)
+
+
 def test_what_looks_after_a_server_restarts_none() -> None:
     assert decided().instances[0].digest == decided({**NIGHTLY, "watchdog": {"limit_s": 77}}).instances[0].digest
 
@@ -307,7 +313,7 @@ def watched(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "unit": "v100-chat.service",
         "completion_url": f"{engine.url}/ask",
         "model": "chat",
-        "keys": str(tmp_path / "none"),
+        "keys_file": str(tmp_path / "none"),
         "progress": progress,
         "watchdog": {"limit_s": 60},
     }
@@ -400,7 +406,7 @@ class Host:
             "health_url": "http://127.0.0.1:18000/health",
             "completion_url": "http://127.0.0.1:18000/v1/chat/completions",
             "model": "chat",
-            "keys": str(self.folder / "none"),
+            "keys_file": str(self.folder / "none"),
             "progress": None,
             "nightly": {"limit_s": 120, "start_timeout_s": 600, "proof": {}},
         }

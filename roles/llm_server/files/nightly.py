@@ -121,7 +121,7 @@ def requests_running(instance: JsonObject) -> int:
     """How many requests run, as the engine says; where it cannot be asked, how many connections to it are open."""
     progress = instance.get("progress")
     if progress:
-        key = first_key(str(instance["keys"]))
+        key = first_key(str(instance["keys_file"]))
         asked = urllib.request.Request(  # noqa: S310 - the plan's own address on this host
             progress["url"], headers={"Authorization": f"Bearer {key}"} if key else {}
         )
@@ -318,7 +318,7 @@ class Night:
             "unit": self.unit,
             "url": self.instance["completion_url"],
             "model": self.instance["model"],
-            "keys": self.instance["keys"],
+            "keys_file": self.instance["keys_file"],
             "prompt": PROMPT,
             "max_tokens": MAX_TOKENS,
             "timeout_s": PROOF_TIMEOUT_S,

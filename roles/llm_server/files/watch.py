@@ -354,7 +354,7 @@ class Watch:
 
     def _look(self, clock: Callable[[], float]) -> Seen:
         progress = self.settings["progress"]
-        key = first_key(str(self.settings["keys"]))
+        key = first_key(str(self.settings["keys_file"]))
         seen = look(progress, key, self._judge.limit_s / 3)
         if progress["kind"] != "metrics":
             return seen

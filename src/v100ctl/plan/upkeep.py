@@ -139,7 +139,7 @@ def _settings(instance: Instance, spec: InstanceSpec, progress: Progress | None,
         "health_url": instance.health_url,
         "completion_url": instance.completion_url,
         "model": instance.model_alias,
-        "keys": f"/etc/v100ctl/instances/{instance.name}.keys",
+        "keys_file": instance.api_keys_file,
         "progress": {**look, "url": local_url(spec, shown.path)} if shown else None,
         "watchdog": {"limit_s": watchdog_limit_s(spec, instance)} if _watched(spec, instance, progress) else None,
         "nightly": {
