@@ -5,6 +5,7 @@ About 52 minutes of processor time when no compiled object is kept in the volume
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import subprocess
 import tarfile
@@ -161,6 +162,8 @@ def test_an_old_option_name_fails_right_after_configuring(builder: Container, de
 @pytest.fixture(scope="module")
 def packed(decided: HostPlan) -> Path:
     """The real release, packed, in this user's cache."""
+    # On a busy machine it takes longer than any other test may.
+    faulthandler.cancel_dump_traceback_later()
     return builders.build_in_container(decided.releases[0].build, note=print)
 
 
@@ -197,8 +200,8 @@ def test_it_starts_where_there_is_no_toolkit(packed: Path, decided: HostPlan, ma
     refused = on_host(host, f"{install} 2>&1 || true; ls {release} 2>&1 || true")
     assert "lacks libcuda.so.1, which comes with the NVIDIA driver" in refused
     assert "No such file" in refused
-    components = "sed -i -E '/^deb .* main/s/$/ non-free/; /^Components:/s/$/ non-free/'"
-    on_host(host, f"{components} /etc/apt/sources.list $(ls /etc/apt/sources.list.d/*.sources 2>/dev/null) 2>/dev/null || true")
+    components = "sed -i -E '/^deb .* main/s/$/ contrib non-free/; /^Components:/s/$/ contrib non-free/'"
+    on_host(host, f"{components} $(find /etc/apt -name '*.list' -o -name '*.sources')")
     on_host(host, "apt-get update -qq && apt-get install -y -qq --no-install-recommends libcuda1 >/dev/null")
     assert json.loads(on_host(host, install))["changed"] is True
     assert on_host(host, "ls /usr/lib/x86_64-linux-gnu | grep -E 'cublas|cudart' || true") == ""

@@ -7,6 +7,7 @@ they lack. On a processor without ``vmx`` and ``svm`` a boot takes minutes.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import re
@@ -162,6 +163,8 @@ def provision(host: VirtualHost, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory, lab_reporter: Reporter) -> Iterator[Disk]:
+    # Where every instruction is translated, this takes longer than any other test may.
+    faulthandler.cancel_dump_traceback_later()
     driver = load_catalog().driver("535")
     assert driver is not None
     packages = " ".join(driver.sources("debian", "12")[0].packages)
@@ -186,6 +189,7 @@ def bare_facts(bare: VirtualHost) -> Facts:
 @pytest.fixture(scope="module")
 def first(bare: VirtualHost, bare_facts: Facts, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The role's first run, after the bare host was looked at."""
+    faulthandler.cancel_dump_traceback_later()
     return provision(bare, tmp_path_factory.mktemp("first"))
 
 
