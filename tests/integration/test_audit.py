@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from v100ctl.apply.reporter import Reporter
     from v100ctl.lab.hosts import Lab, RunningHost
 
+pytestmark = pytest.mark.slow
+
 MODEL = "/srv/models/x.gguf"
 LIMIT_W = 180
 ASK_AGAIN = 5

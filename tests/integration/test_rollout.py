@@ -270,6 +270,7 @@ def cut_off(fleet: PlayFleet, until: Callable[[str], bool]) -> None:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_controller_that_dies_is_followed_by_one_that_goes_on(fleet: PlayFleet) -> None:
     fleet.want(context_length=8192)
     with Load(fleet.address) as load:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from v100ctl.lab.hosts import Lab, RunningHost
 
 # The engine is compiled once, by the first `try`.
-pytestmark = pytest.mark.usefixtures("practiced")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("practiced")]
 
 UNIT = "v100-chat.service"
 NIGHT = "v100ctl-nightly@chat.service"
