@@ -248,6 +248,10 @@ def _accounts(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Findin
         )
 
 
+#: The roles of engines that are not called like them.
+_ENGINE_ROLES = {"external": "external_engine"}
+
+
 def _releases(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     known = applied.names("releases", "path")
     for release in plan.releases:
@@ -260,7 +264,7 @@ def _releases(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Findin
             f"release.{'damaged' if found else 'missing'}:{release.build_id}",
             kind,
             "file",
-            release.engine,
+            _ENGINE_ROLES.get(release.engine, release.engine),
             release.path,
             found.problem if found else "absent",
             "error",
@@ -491,7 +495,9 @@ def _stale_reasons(
     """Why a running process is not the planned one: what, expected, actual. Nothing when it is."""
     if process.environ.get(DIGEST_VARIABLE) != digest:
         yield "stale", f"digest {digest}", f"digest {process.environ.get(DIGEST_VARIABLE) or 'none'}"
-    elif process.executable_deleted or not (_is_script(process, argv) or _is_program(process.executable, argv[0])):
+    elif process.executable_deleted or not (
+        _is_script(process, argv) or _is_interpreted(process, argv[0]) or _is_program(process.executable, argv[0])
+    ):
         yield "executable", argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
     elif list(process.argv) != list(argv) and not _is_script(process, argv):
         yield "argv", shlex.join(argv), shlex.join(process.argv)
@@ -539,6 +545,11 @@ def _is_script(process: ProcessFacts, planned: Sequence[str]) -> bool:
     if list(process.argv[-len(planned) :]) != list(planned):
         return False
     return len(process.argv) > len(planned) or not planned[0].startswith(f"{ENGINES_DIR}/")
+
+
+def _is_interpreted(process: ProcessFacts, planned: str) -> bool:
+    """Whether an interpreter runs the program ``planned``, whatever else its words are."""
+    return planned in process.argv[1:3] and process.argv[0] != planned
 
 
 def _is_program(executable: str, planned: str) -> bool:

@@ -557,6 +557,23 @@ def test_a_record_that_was_edited_is_not_believed() -> None:
     assert (finding.id, finding.kind) == (f"file.content:{UNIT_FILE}", "drifted")
 
 
+def test_every_finding_names_a_role_that_is_there() -> None:
+    roles = {path.name for path in (Path(__file__).parents[2] / "roles").iterdir()}
+    named = set()
+    for case in sorted(path for path in CASES.iterdir() if (path / "facts.json").is_file()):
+        facts = Facts.model_validate_json((case / "facts.json").read_bytes())
+        named |= {finding.role for finding in compare(decide(case), facts)}
+    assert named <= roles
+    assert named >= {"external_engine", "llama_cpp", "llm_server", "nvidia_driver", "gpu_tuning"}
+
+
+def test_a_script_with_other_words_is_told_by_its_words() -> None:
+    words = ["/usr/bin/python3", *PROCESS["argv"], "--more"]
+    (finding,) = compare(PLAN, faulty(changed_process(executable="/usr/bin/python3.11", argv=words)))
+    assert finding.id == "process.argv:chat"
+    assert finding.actual.endswith("--more")
+
+
 CARD_CASE = CASES / "card-in-good-health"
 
 

@@ -2243,10 +2243,10 @@ def test_jobs_tell_words_and_no_command(tmp_path: Path) -> None:
         "@reboot root /usr/bin/true\n# nvidia-smi -pl 100\n0 4 * * * root /usr/local/sbin/after-reboot\n",
     )
     write(tmp_path / "etc/cron.d/x", "0 3 * * * root TOKEN=secret systemctl restart v100-chat.service; nvidia-smi -r\n")
-    write(tmp_path / "var/spool/cron/crontabs/root", "0 5 * * 0 /sbin/shutdown -r now && reboot\n")
+    write(tmp_path / "var/spool/cron/crontabs/root", "0 5 * * 0 /sbin/shutdown -r now || reboot\n")
     assert script.collect_cron(str(tmp_path)) == [
         {"path": "/etc/cron.d/x", "words": ["nvidia-smi", "v100-chat.service"]},
-        {"path": "/var/spool/cron/crontabs/root", "words": ["reboot"]},
+        {"path": "/var/spool/cron/crontabs/root", "words": ["reboot", "shutdown"]},
     ]
 
 

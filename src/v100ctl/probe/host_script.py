@@ -200,7 +200,7 @@ KMSG_DEVICE = (1, 11)
 #: Packages of which a preference of somebody else's is told.
 DRIVER_NAMES = re.compile(r"nvidia|cuda", re.I)
 #: What a job of somebody else's is told for: our servers, the cards, the end of the host. `@reboot` is a time, no command.
-CRON_WORDS = re.compile(r"v100-[A-Za-z0-9:_.-]+|v100ctl|nvidia-smi|llama-server|vllm|(?<![@\w/-])(?:reboot|shutdown|poweroff)\b")
+CRON_WORDS = re.compile(r"v100-[A-Za-z0-9:_.-]+|v100ctl|nvidia-smi|llama-server|vllm|(?<![@\w-])(?:reboot|shutdown|poweroff)\b")
 CRON_TABLES = ("/etc/crontab", "/var/spool/cron/crontabs", "/var/spool/cron")
 COMPILER = re.compile(r"(?:gcc|g\+\+)(?:-[0-9]{1,2})?")
 COMPILERS_LIMIT_S = 3.0
