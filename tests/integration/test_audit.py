@@ -192,6 +192,7 @@ class Host:
         for fault in reversed(faults):
             if fault.undo:
                 on_host(self.host, fault.undo)
+        on_host(self.host, f"{healthy('chat')}; {healthy('aux')}")
 
     def mend(self) -> dict[str, Any]:
         """`audit --fix`, which has to leave nothing; its document."""
@@ -230,15 +231,21 @@ def unit_file(name: str) -> str:
     return f"/etc/systemd/system/v100-{name}.service"
 
 
-def started_with(name: str, *lines: str) -> str:
-    """Starts a server once as somebody else would, and leaves no trace of it but the process."""
+def healthy(name: str) -> str:
+    """Waits until a server answers."""
+    ask = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{PORTS[name]}/health', timeout=5)"
+    return f'for _ in $(seq 150); do python3 -c "{ask}" 2> /dev/null && break; sleep 0.4; done'
+
+
+def started_with(name: str, *lines: str, value: str = "") -> str:
+    """Starts a server once as somebody else would, and leaves no trace of it but the process. ``value``: for a `%s`."""
     drop_in = f"/run/systemd/system/v100-{name}.service.d"
     written = "\\n".join(("[Service]", *lines))
     return (
-        f"mkdir -p {drop_in} && printf '{written}\\n' > {drop_in}/x.conf && systemctl daemon-reload && "
+        f"mkdir -p {drop_in} && printf '{written}\\n' \"{value}\" > {drop_in}/x.conf && systemctl daemon-reload && "
         f"systemctl restart v100-{name} && rm -r {drop_in} && systemctl daemon-reload && "
         # Its answers are part of what is looked at.
-        f"for _ in $(seq 100); do curl -sf http://127.0.0.1:{PORTS[name]}/health >/dev/null && break; sleep 0.2; done"
+        f"{healthy(name)}"
     )
 
 
@@ -399,10 +406,9 @@ CHANGED = [
 #: Processes that are not what their units say: roles start them anew.
 RUNNING = [
     Fault(
-        started_with(
-            "chat",
-            "ExecStart=",
-            f"ExecStart=/bin/sh -c \"exec $(sed -n 's/^ExecStart=//p' {CHAT} | tr -d '\\\\') --slow\"",
+        f"words=$(tr '\\0' ' ' < /proc/{MAIN_PID.format('chat')}/cmdline); "
+        + started_with(
+            "chat", "ExecStart=", "ExecStart=%s --slow", "LimitNOFILE=100", "LimitMEMLOCK=65536", "CPUAffinity=0", value="$words"
         ),
         "process.argv:chat",
         "drifted",
@@ -410,23 +416,9 @@ RUNNING = [
         "--alias chat",
         "--slow",
     ),
-    Fault(
-        f"prlimit --pid {MAIN_PID.format('chat')} --nofile=100:100",
-        "process.limit-nofile:chat",
-        "drifted",
-        "process",
-        "open files",
-        "100",
-    ),
-    Fault(
-        f"prlimit --pid {MAIN_PID.format('chat')} --memlock=65536:65536",
-        "process.limit-memlock:chat",
-        "drifted",
-        "process",
-        "",
-        "65536 bytes",
-    ),
-    Fault(f"taskset -pc 0 {MAIN_PID.format('chat')}", "process.cpus:chat", "drifted", "process", "0-", "0"),
+    Fault("true", "process.limit-nofile:chat", "drifted", "process", "open files", "100"),
+    Fault("true", "process.limit-memlock:chat", "drifted", "process", "", "65536 bytes"),
+    Fault("true", "process.cpus:chat", "drifted", "process", "0-", "0"),
     Fault(
         started_with("aux", "Environment=V100CTL_INSTANCE_DIGEST=0123456789abcdef"),
         "process.stale:aux",
@@ -445,15 +437,6 @@ RUNNING_TOO = [
         "process",
         "CUDA_DEVICE_ORDER=PCI_BUS_ID",
         "CUDA_DEVICE_ORDER=FASTEST_FIRST",
-    ),
-    Fault(
-        f"echo {MAIN_PID.format('aux')} > "
-        "$(find /sys/fs/cgroup -maxdepth 3 -path '*system.slice/ssh.service' | grep -m 1 systemd)/cgroup.procs",
-        "process.cgroup:aux",
-        "drifted",
-        "process",
-        "v100-aux.service",
-        "ssh.service",
     ),
 ]
 STOPPED = [
@@ -570,14 +553,14 @@ FOREIGN = [
         "mv /root/status /var/lib/dpkg/status",
     ),
     Fault(
-        "FAKE_CUDA_MEMORY_MIB=512 CUDA_VISIBLE_DEVICES=CARD1 setsid sleep 1d > /dev/null 2>&1 & sleep 1",
+        "FAKE_CUDA_MEMORY_MIB=512 CUDA_VISIBLE_DEVICES=CARD1 setsid sleep 2d > /dev/null 2>&1 & sleep 1",
         "gpu.foreign-process:CARD1",
         "external",
         "process",
         "no program of others",
         "`sleep`",
         "kill",
-        "kill $(pgrep -x sleep -f 'sleep 1d$' | head -n 5) || true",
+        "pkill -f '[s]leep 2d'",
     ),
     Fault(
         "cp /opt/v100ctl/engines/external/*/bin/server /root/server && "
@@ -589,11 +572,11 @@ FOREIGN = [
         "servers that their units have started",
         "server",
         "kill",
-        "pkill -f -- '--port 8099'",
+        "pkill -f '[p]ort 8099'",
     ),
     Fault(
         "f=$(readlink -f /usr/lib/x86_64-linux-gnu/libz.so.1); cp -p $f $f.new && mv $f.new $f",
-        "process.libraries:*",
+        "process.libraries:chat",
         "external",
         "process",
         "the libraries that are installed",
@@ -602,12 +585,13 @@ FOREIGN = [
         "systemctl restart v100-chat v100-aux",
         "warn",
     ),
+    Fault("true", "process.libraries:aux", "external", "process", "installed", "libz.so", "systemctl restart", severity="warn"),
 ]
 
 #: What a server does that was started as planned, and what its card and its neighbours do.
 BEHAVING = [
     Fault(
-        "curl -sf http://127.0.0.1:8000/grow > /dev/null",
+        "python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1:8000/grow', timeout=60)\"",
         "process.memory-growth:chat",
         "external",
         "process",
@@ -679,7 +663,7 @@ HANGING = [
         "v100-aux.service on port 8001",
         "python3 -m http.server",
         "end it on the host",
-        "pkill -f 'http.server --bind' && systemctl start v100-aux",
+        "pkill -f '[h]ttp.server --bind'; systemctl start v100-aux",
     ),
     Fault("true", "unit.inactive:v100-aux.service", "drifted", "unit", "active", "inactive (dead)"),
 ]
@@ -705,6 +689,16 @@ BROKEN = [
         "v100ctl recover",
         "fake-v100 fault memory-error 1 undo",
     ),
+    Fault(
+        "true",
+        "gpu.ecc-errors:CARD1",
+        "external",
+        "hardware",
+        "no memory error",
+        "1 since the driver was loaded",
+        "v100ctl recover",
+        severity="warn",
+    ),
 ]
 GONE = [
     Fault(
@@ -718,6 +712,10 @@ GONE = [
         "fake-v100 fault fallen-off 1 undo",
         "critical",
     ),
+    # Nobody tells the UUID of a card that is gone, so what would be written names it by its place.
+    Fault("true", f"file.content:{AUX}", "pending", "file", "0000:", "GPU-"),
+    Fault("true", "file.content:/etc/v100ctl/host.json", "pending", "file", "0000:", "GPU-"),
+    Fault("true", "process.stale:aux", "pending", "process", "digest ", "digest "),
 ]
 ALL = (CHANGED, RUNNING, RUNNING_TOO, STOPPED, FOREIGN, BEHAVING, HANGING, BROKEN, GONE)
 
