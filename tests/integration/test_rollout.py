@@ -259,7 +259,20 @@ def test_a_canary_that_fails_returns_and_nobody_follows(fleet: PlayFleet, wanted
 
 def cut_off(fleet: PlayFleet, until: Callable[[str], bool]) -> None:
     """Begin a rollout, and kill its controller at a moment."""
-    argv = [sys.executable, "-P", "-m", "v100ctl", "rollout", "-i", str(fleet.inventory), "--yes", "--settle", "1"]
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "v100ctl",
+        "rollout",
+        "-i",
+        str(fleet.inventory),
+        "--yes",
+        "--settle",
+        "1",
+        "--batch",
+        "2",
+    ]
     with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
