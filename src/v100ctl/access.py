@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from v100ctl.probe.connection import ConfirmHostKey, HostKeyPolicy, Secrets
 
 DEFAULT_FORKS = 20
+#: How long running requests may take to end, in seconds, before a server is stopped.
+DEFAULT_DRAIN_LIMIT_S = 600.0
 DEFAULT_PROBE_TIMEOUT_S = 60.0
 #: Hashing every model and release of a host takes minutes; the probe itself gives up after an hour.
 DEFAULT_DEEP_PROBE_TIMEOUT_S = 3660.0

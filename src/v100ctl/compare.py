@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from v100ctl.catalog import load_catalog
-from v100ctl.facts import Facts, ProcessFacts
+from v100ctl.facts import Facts, ProcessFacts, UnitFacts
 from v100ctl.findings import PROVISION as _PROVISION
 from v100ctl.findings import Applied, Finding, FindingSeverity, Kind, Layer
 from v100ctl.plan import DIGEST_VARIABLE, gateway
@@ -634,17 +634,9 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
         yield finding("unwanted", "absent", "its files are there")
         return
     unit = facts.units.get(decision.unit)
-    if unit is None or unit.load_state == "not-found":
-        yield finding("missing", "loaded", "not loaded")
-        return
-    if "masked" in (unit.load_state, unit.unit_file_state):
-        yield finding("masked", "enabled", "masked")
-    elif unit.unit_file_state != "enabled":
-        yield finding("disabled", "enabled", unit.unit_file_state or "unknown")
-    if unit.need_daemon_reload:
-        yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
-    if unit.active_state != "active":
-        yield finding("inactive", "active", f"{unit.active_state} ({unit.sub_state}), result {unit.result or 'unknown'}")
+    for problem in _not_running(unit):
+        yield finding(*problem)
+    if unit is None or unit.active_state != "active":
         return
     if facts.gateway is None:
         # Without root nobody can ask it.
@@ -675,6 +667,21 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
             )
 
 
+def _not_running(unit: UnitFacts | None) -> Iterator[tuple[str, str, str]]:
+    """Why a unit does not run as it shall, now and after a boot: what, expected, actual."""
+    if unit is None or unit.load_state == "not-found":
+        yield "missing", "loaded", "not loaded"
+        return
+    if "masked" in (unit.load_state, unit.unit_file_state):
+        yield "masked", "enabled", "masked"
+    elif unit.unit_file_state != "enabled":
+        yield "disabled", "enabled", unit.unit_file_state or "unknown"
+    if unit.need_daemon_reload:
+        yield "stale", "the unit file as loaded", "the file changed since it was loaded"
+    if unit.active_state != "active":
+        yield "inactive", "active", f"{unit.active_state} ({unit.sub_state}), result {unit.result or 'unknown'}"
+
+
 def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     """Who looks after running servers: the watchdog, and what starts restarts at night."""
     for name in plan.upkeep.units:
@@ -682,21 +689,8 @@ def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]
         ours = f"/etc/systemd/system/{name}" if name != CRON_UNIT else CRON_FILE
         kind: Kind = applied.kind(bool(applied.file(ours)))
 
-        def finding(what: str, expected: str, actual: str, name: str = name, kind: Kind = kind) -> Finding:
-            return Finding(f"unit.{what}:{name}", kind, "unit", "llm_server", expected, actual, "error", _PROVISION)
-
-        unit = facts.units.get(name)
-        if unit is None or unit.load_state == "not-found":
-            yield finding("missing", "loaded", "not loaded")
-            continue
-        if "masked" in (unit.load_state, unit.unit_file_state):
-            yield finding("masked", "enabled", "masked")
-        elif unit.unit_file_state != "enabled":
-            yield finding("disabled", "enabled", unit.unit_file_state or "unknown")
-        if unit.need_daemon_reload:
-            yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
-        if unit.active_state != "active":
-            yield finding("inactive", "active", f"{unit.active_state} ({unit.sub_state}), result {unit.result or 'unknown'}")
+        for what, expected, actual in _not_running(facts.units.get(name)):
+            yield Finding(f"unit.{what}:{name}", kind, "unit", "llm_server", expected, actual, "error", _PROVISION)
     for path in plan.upkeep.absent_files:
         yield Finding(
             f"file.unwanted:{path}", "pending", "file", "llm_server", "absent", "of a plan before this", "warn", _PROVISION

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S
 from v100ctl.errors import V100ctlError
 from v100ctl.plan.units import BASELINES_DIR, GO_BACK_PROGRAM
 from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion
@@ -25,7 +26,6 @@ ROLES = ("llm_server", "gateway")
 LIST_TIMEOUT_S = 60.0
 #: Draining, stopping, loading and proving several large models.
 RESTORE_TIMEOUT_S = 4 * 3600.0
-DRAIN_LIMIT_S = 600.0
 
 #: The program's exit statuses.
 _BUSY, _LOCKED, _IMPOSSIBLE = 3, 4, 5
@@ -188,7 +188,7 @@ def find_state(history: History, text: str, host: str) -> State:
 
 
 def go_back(
-    session: Runner, host: str, *, to: str | None = None, drain_limit_s: float = DRAIN_LIMIT_S, check: bool = False
+    session: Runner, host: str, *, to: str | None = None, drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S, check: bool = False
 ) -> Restored:
     """Have a host go back to a state and prove that it serves.
 

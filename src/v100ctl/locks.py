@@ -11,6 +11,17 @@ from pathlib import Path
 from v100ctl.errors import V100ctlError
 
 
+def _opened(path: Path) -> int:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise V100ctlError(
+            f"{error.filename or path} cannot be written: {error.strerror}",
+            hint="set $HOME or $XDG_STATE_HOME to a folder that you may write",
+        ) from error
+
+
 @contextmanager
 def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Holds ``path`` locked inside the ``with`` block; the kernel lets go of it however the program ends.
@@ -22,14 +33,7 @@ def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator
     Raises:
         V100ctlError: The lock file cannot be made.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise V100ctlError(
-            f"{error.filename or path} cannot be written: {error.strerror}",
-            hint="set $HOME or $XDG_STATE_HOME to a folder that you may write",
-        ) from error
+    descriptor = _opened(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,14 +66,7 @@ def try_exclusive(path: Path, note: str) -> Iterator[None]:
         Held: somebody else holds it.
         V100ctlError: the lock file cannot be made.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise V100ctlError(
-            f"{error.filename or path} cannot be written: {error.strerror}",
-            hint="set $HOME or $XDG_STATE_HOME to a folder that you may write",
-        ) from error
+    descriptor = _opened(path)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S
 from v100ctl.apply import Reporter
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError, V100ctlError
 from v100ctl.examine import Examined
@@ -19,8 +20,6 @@ from v100ctl.probe import open_session
 from v100ctl.probe.session import Result, Session
 
 STATUS_SCHEMA = "v100ctl/status/1"
-#: How long running requests may take to end, in seconds.
-DRAIN_LIMIT_S = 600.0
 #: What is asked of systemd returns by then: a unit's own time limits are shorter.
 _SYSTEMCTL_TIMEOUT_S = 300.0
 _POLL_S = 2.0
@@ -147,7 +146,7 @@ def operate(
     action: Action,
     *,
     reporter: Reporter,
-    drain_limit_s: float = DRAIN_LIMIT_S,
+    drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S,
     force: bool = False,
 ) -> str:
     """Start, stop or restart one instance; behind a gateway its running requests end first.

@@ -7,12 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from v100ctl.access import Access
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S, Access
 from v100ctl.apply import Reporter
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.history import (
-    DRAIN_LIMIT_S,
     HISTORY_SCHEMA,
     ROLLBACK_SCHEMA,
     History,
@@ -114,7 +113,7 @@ def rollback(
     access: Access,
     reporter: Reporter,
     to: str | None = None,
-    drain_limit_s: float = DRAIN_LIMIT_S,
+    drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S,
     check: bool = False,
     confirm: Confirm = lambda question: False,
 ) -> dict[str, HostRollback]:

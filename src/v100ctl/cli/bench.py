@@ -210,7 +210,10 @@ def _measure_url(
         ceiling_tps=ceiling,
         identity={"engine": api, "release": "", "model": model, "settings": {}, "pending_changes": []},
     )
-    note = lambda phase: click.echo(f"measuring {phase}", err=True)  # noqa: E731 - one line, used once
+
+    def note(phase: str) -> None:
+        click.echo(f"measuring {phase}", err=True)
+
     return bench(target, from_here(os.environ.get(KEY_VARIABLE, "")), options, note=note)
 
 

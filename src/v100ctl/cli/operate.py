@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import click
 
-from v100ctl.cli.options import HostOptions, today
-from v100ctl.operate import DRAIN_LIMIT_S, Action
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S
+from v100ctl.cli.options import HostOptions, drain_limit_option, today
+from v100ctl.operate import Action
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -32,24 +33,12 @@ def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete
 
 def drain_options(command: _Command) -> _Command:
     """``--drain-limit`` and ``--force``."""
-    for option in (
-        click.option("--force", is_flag=True, help="Cut the requests that still run at the limit."),
-        click.option(
-            "--drain-limit",
-            "drain_limit_s",
-            type=click.FloatRange(min=0, max=86400),
-            default=DRAIN_LIMIT_S,
-            show_default=True,
-            metavar="SECONDS",
-            help="How long running requests may take to end.",
-        ),
-    ):
-        command = option(command)
-    return command
+    force = click.option("--force", is_flag=True, help="Cut the requests that still run at the limit.")
+    return drain_limit_option(force(command))
 
 
 def operate_from_cli(
-    instance: str, hosts: HostOptions, action: Action, *, drain_limit_s: float = DRAIN_LIMIT_S, force: bool = False
+    instance: str, hosts: HostOptions, action: Action, *, drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S, force: bool = False
 ) -> int:
     """Find the instance, look at its host, and act on it. Returns the exit code."""
     from v100ctl.apply import make_reporter

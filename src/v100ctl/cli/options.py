@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from v100ctl.access import DEFAULT_DEEP_PROBE_TIMEOUT_S, DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
+from v100ctl.access import DEFAULT_DEEP_PROBE_TIMEOUT_S, DEFAULT_DRAIN_LIMIT_S, DEFAULT_FORKS, DEFAULT_PROBE_TIMEOUT_S, Access
 from v100ctl.errors import V100ctlError
 from v100ctl.probe.connection import HostKeyPolicy, Secrets
 
@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from v100ctl.fleet import Fleet
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+drain_limit_option = click.option(
+    "--drain-limit",
+    "drain_limit_s",
+    type=click.FloatRange(min=0, max=86400),
+    default=DEFAULT_DRAIN_LIMIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long running requests may take to end.",
+)
 
 
 def today() -> date:

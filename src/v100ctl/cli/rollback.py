@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, write_output, write_table
+from v100ctl.cli.options import (
+    HostOptions,
+    drain_limit_option,
+    format_option,
+    host_options,
+    output_options,
+    write_output,
+    write_table,
+)
 from v100ctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,15 +31,7 @@ if TYPE_CHECKING:
 @host_options
 @click.option("--all", "all_hosts", is_flag=True, help="Every host of the inventory.")
 @click.option("--to", metavar="TIME", help="A state by its time (UTC) or the beginning of it, as `v100ctl history` shows them.")
-@click.option(
-    "--drain-limit",
-    "drain_limit_s",
-    type=click.FloatRange(min=0, max=86400),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long running requests may take to end.",
-)
+@drain_limit_option
 @click.option("--check", is_flag=True, help="Change nothing; say what would be restored and restarted.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @format_option("table", "json")

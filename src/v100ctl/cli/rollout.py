@@ -12,6 +12,7 @@ import click
 
 from v100ctl.cli.options import (
     HostOptions,
+    drain_limit_option,
     format_option,
     host_options,
     output_options,
@@ -46,15 +47,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     callback=_share,
     help="The least decode speed, of what the same host had just before.",
 )
-@click.option(
-    "--drain-limit",
-    "drain_limit_s",
-    type=click.FloatRange(min=0, max=86400),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long running requests may take to end.",
-)
+@drain_limit_option
 @click.option(
     "--settle",
     "settle_s",

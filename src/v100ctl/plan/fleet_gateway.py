@@ -6,7 +6,6 @@ the same servers in the words of others: nginx, LiteLLM and Prometheus.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +14,8 @@ from typing import Any
 import yaml
 
 from v100ctl.fleet import GatewayServer, HostConfig
-from v100ctl.paths import content_dir
-from v100ctl.plan.gateway import (
-    CONFIG,
-    CONNECTIONS,
-    PROGRAM,
-    ROLE,
-    RUNTIME_FOLDER,
-    STREAM_TIMEOUT_S,
-    UNIT,
-    UNIT_PATH,
-    WAIT_SCRIPT,
-    address_of,
-)
-from v100ctl.plan.render import MANAGED_HEADER, render
+from v100ctl.plan.gateway import UNIT, address_of, haproxy_files
+from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
 
 #: Ways to print the servers for those who have a gateway of their own.
@@ -97,27 +84,8 @@ def decide(config: HostConfig) -> tuple[GatewayDecision | None, tuple[ManagedFil
         "certificate": config.gateway_tls_certificate,
         "server_ca": config.gateway_server_ca or "@system-ca",
         "stats_port": config.gateway_stats_port,
-        "connections": CONNECTIONS,
-        "stream_timeout_s": STREAM_TIMEOUT_S,
-        "runtime_folder": RUNTIME_FOLDER,
-        "wait_script": WAIT_SCRIPT,
     }
-    script = render("gateway/wait.lua.j2")
-    digest = hashlib.sha256((render("gateway/fleet.cfg.j2", **values, digest="") + script).encode()).hexdigest()[:16]
-    unit = render(
-        "systemd/gateway.service.j2",
-        config=CONFIG,
-        program=PROGRAM,
-        runtime_folder=RUNTIME_FOLDER,
-        runtime_name=RUNTIME_FOLDER.rpartition("/")[2],
-        connections=CONNECTIONS,
-    )
-    files = (
-        ManagedFile(PROGRAM, (content_dir() / "roles/gateway/files/gateway_control.py").read_text("utf-8"), ROLE, mode="0755"),
-        ManagedFile(WAIT_SCRIPT, script, ROLE),
-        ManagedFile(CONFIG, render("gateway/fleet.cfg.j2", **values, digest=digest), ROLE),
-        ManagedFile(UNIT_PATH, unit, ROLE),
-    )
+    digest, files = haproxy_files("gateway/fleet.cfg.j2", values)
     return GatewayDecision(UNIT, "started", digest, fronts), files
 
 

@@ -83,13 +83,31 @@ def decide_gateway(
         "fronts": fronts,
         "wait_s": config.gateway_wait_s,
         "certificate": config.gateway_tls_certificate,
+    }
+    digest, files = haproxy_files("gateway/haproxy.cfg.j2", values, keys)
+    unwanted = tuple(path for path in maps if path not in {file.path for file in keys})
+    return GatewayDecision(UNIT, "started", digest, fronts, unwanted), files
+
+
+def haproxy_files(
+    template: str, values: Mapping[str, Any], keys: tuple[ManagedFile, ...] = ()
+) -> tuple[str, tuple[ManagedFile, ...]]:
+    """The files of a HAProxy with a configuration of that template, and the digest by which a running one is known.
+
+    Args:
+        template: Of its configuration, below ``templates/``.
+        values: What the template takes, beside what is the same for every gateway.
+        keys: Files that have to be there before the configuration.
+    """
+    values = {
+        **values,
         "connections": CONNECTIONS,
         "stream_timeout_s": STREAM_TIMEOUT_S,
         "runtime_folder": RUNTIME_FOLDER,
         "wait_script": WAIT_SCRIPT,
     }
     script = render("gateway/wait.lua.j2")
-    digest = hashlib.sha256((render("gateway/haproxy.cfg.j2", **values, digest="") + script).encode()).hexdigest()[:16]
+    digest = hashlib.sha256((render(template, **values, digest="") + script).encode()).hexdigest()[:16]
     unit = render(
         "systemd/gateway.service.j2",
         config=CONFIG,
@@ -98,15 +116,13 @@ def decide_gateway(
         runtime_name=RUNTIME_FOLDER.rpartition("/")[2],
         connections=CONNECTIONS,
     )
-    files = (
+    return digest, (
         ManagedFile(PROGRAM, (content_dir() / "roles/gateway/files/gateway_control.py").read_text("utf-8"), ROLE, mode="0755"),
         ManagedFile(WAIT_SCRIPT, script, ROLE),
         *keys,
-        ManagedFile(CONFIG, render("gateway/haproxy.cfg.j2", **values, digest=digest), ROLE),
+        ManagedFile(CONFIG, render(template, **values, digest=digest), ROLE),
         ManagedFile(UNIT_PATH, unit, ROLE),
     )
-    unwanted = tuple(path for path in maps if path not in {file.path for file in keys})
-    return GatewayDecision(UNIT, "started", digest, fronts, unwanted), files
 
 
 def _keys_path(instance: str) -> str:

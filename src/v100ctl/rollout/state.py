@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S
 from v100ctl.errors import V100ctlError
 from v100ctl.locks import Held, try_exclusive
 from v100ctl.paths import state_dir
@@ -98,7 +99,7 @@ class Options:
     batch: str = "25%"
     max_failed: int = 0
     min_speed: float = 0.9
-    drain_limit_s: float = 600.0
+    drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S
     settle_s: float = 10.0
     return_limit_s: float = 900.0
     start_limit_s: int | None = None
