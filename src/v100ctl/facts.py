@@ -305,10 +305,11 @@ class AptSource(_Facts):
 
 
 class AptPreference(_Facts):
-    """A file of apt's preferences that speaks of the driver or of CUDA, and the packages that it names."""
+    """A file of apt's preferences that speaks of the driver or of CUDA, the packages that it names, and who brought it."""
 
     path: str
     packages: tuple[str, ...] = ()
+    owner: str = ""
 
 
 class CronTable(_Facts):

@@ -70,7 +70,8 @@ def _packages(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     if plan.driver is None:
         return
     for preference in facts.apt_preferences:
-        if preference.path != driver_actions.PREFERENCES:
+        # What a package brings goes with it, and which packages are wanted is the driver's own matter.
+        if preference.path != driver_actions.PREFERENCES and not preference.owner:
             yield _external(
                 f"package.preference:{preference.path}",
                 "package",

@@ -200,6 +200,7 @@ def test_poisoned_memory_and_a_page_to_be_retired_are_recovered(cards: Fleet, la
     assert named(findings, "kind", "layer", "severity") == {
         "driver.uvm-poisoned": ("external", "driver", "critical"),
         "gpu.retirement-pending:1": ("external", "hardware", "error"),
+        "gpu.ecc-errors:1": ("external", "hardware", "warn"),
         "gpu.xid:1": ("external", "hardware", "warn"),
     }
     assert f"v100ctl recover {cards.host.name}" in findings["driver.uvm-poisoned"]["fix"]

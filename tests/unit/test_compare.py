@@ -594,6 +594,15 @@ CARD_CASE = CASES / "card-in-good-health"
         ({}, {"apt_preferences": [{"path": "/etc/apt/preferences.d/v100ctl-nvidia-driver"}]}, {}),
         (
             {},
+            {
+                "apt_preferences": [
+                    {"path": "/etc/apt/preferences.d/p", "packages": ["nvidia-*"], "owner": "nvidia-driver-pinning-580"}
+                ]
+            },
+            {},
+        ),
+        (
+            {},
             {"unattended_upgrades": True, "packages": {"installed": {"nvidia-driver": "535.309.01-1"}, "held": []}},
             {"package.unattended-upgrades": "warn"},
         ),

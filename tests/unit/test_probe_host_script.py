@@ -2214,9 +2214,11 @@ def test_preferences_of_the_driver(tmp_path: Path) -> None:
         tmp_path / "preferences.d/nvidia", "Package: nvidia-* libcuda1\nPin: version 550*\n\nPackage: cuda-drivers\nPin: x\n"
     )
     write(tmp_path / "preferences.d/x.bak", "Package: nvidia-*\n")
-    assert script.collect_preferences(str(tmp_path)) == [
-        {"path": str(pinned), "packages": ["nvidia-*", "libcuda1", "cuda-drivers"]}
-    ]
+    seen = {"path": str(pinned), "packages": ["nvidia-*", "libcuda1", "cuda-drivers"]}
+    assert script.collect_preferences(str(tmp_path), str(tmp_path / "info")) == [seen]
+    write(tmp_path / "info/nvidia-smi.list", "/.\n/usr/bin/nvidia-smi\n")
+    write(tmp_path / "info/nvidia-driver-pinning-580:all.list", f"/.\n{pinned}\n")
+    assert script.collect_preferences(str(tmp_path), str(tmp_path / "info")) == [{**seen, "owner": "nvidia-driver-pinning-580"}]
     assert script.collect_preferences(str(tmp_path / "gone")) == []
 
 

@@ -840,8 +840,8 @@ def collect_apt_sources(etc: str = "/etc/apt", lists: str = "/var/lib/apt/lists"
     return found[:MAX_APT_SOURCES]
 
 
-def collect_preferences(etc: str = "/etc/apt") -> "list[Document]":
-    """Which files of apt's preferences speak of the driver or of CUDA, and of which packages."""
+def collect_preferences(etc: str = "/etc/apt", dpkg_info: str = "/var/lib/dpkg/info") -> "list[Document]":
+    """Which files of apt's preferences speak of the driver or of CUDA, of which packages, and which package brought them."""
     folder = os.path.join(etc, "preferences.d")
     paths = [os.path.join(etc, "preferences")]
     # As apt does: names without an ending, and those with this one.
@@ -852,7 +852,17 @@ def collect_preferences(etc: str = "/etc/apt") -> "list[Document]":
         named = [word for line in packages for word in line.split() if DRIVER_NAMES.search(word)]
         if named:
             found.append({"path": text(path), "packages": [text(word)[:100] for word in dict.fromkeys(named)][:20]})
-    return found[:MAX_PREFERENCES]
+    found = found[:MAX_PREFERENCES]
+    # Packages that pin the driver are called like it; the lists of all others are not read.
+    lists = (
+        [name for name in sorted(_listdir(dpkg_info)) if name.endswith(".list") and DRIVER_NAMES.search(name)] if found else []
+    )
+    for name in lists:
+        files = set(read_text(os.path.join(dpkg_info, name), "").splitlines())
+        for preference in found:
+            if preference["path"] in files:
+                preference["owner"] = text(name[: -len(".list")].partition(":")[0])
+    return found
 
 
 def collect_unattended_upgrades(etc: str = "/etc/apt") -> "bool | None":
