@@ -2,13 +2,13 @@
 
     python3 -m tests.device.made_weights NAME FILE
 
-A card reads zeros with less power than numbers, and an answer of zeros is no text. Standard library alone.
+A card reads zeros with less power than numbers, and a model of zeros answers with one token for ever, which a proof of service
+refuses. The same file each time. Standard library alone.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import struct
 import sys
@@ -24,7 +24,7 @@ _PIECE_BLOCKS = 65536
 def blocks(kind: str, count: int) -> bytes:
     """``count`` blocks of a type with random contents and a sensible scale."""
     size = shapes.TYPES[kind][2]
-    data = bytearray(os.urandom(size * count))
+    data = bytearray(random.Random(kind).randbytes(size * count))
     if kind == "q4_K":
         # d, dmin, scales (12), quants (128): w = d * scale * quant - dmin * minimum; six bits of scale, four of quant.
         head = struct.pack("<ee", DEVIATION / 250, 7.5 * DEVIATION / 250)
@@ -35,6 +35,11 @@ def blocks(kind: str, count: int) -> bytes:
         tail = struct.pack("<e", DEVIATION / 1300)
         for start in range(size - 2, len(data), size):
             data[start : start + 2] = tail
+    elif kind == "q8_0":
+        # d, quants (32): w = d * quant; eight bits with a sign, whose deviation is 74.
+        head = struct.pack("<e", DEVIATION / 74)
+        for start in range(0, len(data), size):
+            data[start : start + 2] = head
     else:
         raise ValueError(f"no blocks of {kind} are known")
     return bytes(data)

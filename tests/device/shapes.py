@@ -8,7 +8,6 @@ The hyper-parameters are those of the models' published `config.json`, named in 
 from __future__ import annotations
 
 import math
-import random
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,33 +71,6 @@ def write(shape: Shape, path: Path, *, tokens: bool = False) -> int:
         file.write(header)
         file.truncate(len(header) + offset)
     return len(header) + offset
-
-
-def fill(shape: Shape, path: Path, *, seed: int = 0) -> None:
-    """Give a written shape weights: random ones that keep activations finite, the same for a seed.
-
-    A model of zeros answers with one token for ever, which is what a proof of service refuses.
-    """
-    rng = random.Random(seed)
-    position = path.stat().st_size - sum(-(-tensor_bytes(kind, size) // ALIGNMENT) * ALIGNMENT for _, kind, size in shape.tensors)
-    with path.open("r+b") as file:
-        for name, kind, dimensions in shape.tensors:
-            count = math.prod(dimensions)
-            if kind == "q8_0":
-                # A block is a scale, here 1/2048 as f16, and 32 signed bytes: weights within 1/16.
-                data = b"".join(b"\x00\x10" + rng.randbytes(32) for _ in range(count // 32))
-            elif kind == "q6_K":
-                # 192 bytes of quants of 6 bits, 16 signed scales and a common one, 1/32768 as f16: weights within 1/8.
-                data = b"".join(rng.randbytes(208) + b"\x00\x02" for _ in range(count // 256))
-            elif kind == "f32":
-                # Decay rates are negative, all else is about 1.
-                sign = -1.0 if name.endswith("ssm_a") else 1.0
-                data = struct.pack(f"<{count}f", *(sign * rng.uniform(0.5, 1.5) for _ in range(count)))
-            else:
-                raise ValueError(f"no weights are made of {kind}")
-            file.seek(position)
-            file.write(data)
-            position += -(-len(data) // ALIGNMENT) * ALIGNMENT
 
 
 def _text(text: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.device import shapes
+from tests.device import made_weights, shapes
 from v100ctl.catalog import load_catalog
 
 from .hosts import WriteInventory, on_host, serving_variables, v100ctl
@@ -29,8 +29,7 @@ def model_with_a_head(path: Path) -> dict[str, Any]:
         n_layer=4, n_embd=256, n_ff=512, n_head=4, n_head_kv=2, head=64, value_heads=4, key_heads=2, state=64, nextn=1,
         n_vocab=2048, weight="q8_0",
     )  # fmt: skip
-    shapes.write(shape, path, tokens=True)
-    shapes.fill(shape, path)
+    made_weights.fill(shape, path)
     return {"from_controller": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 

@@ -11,10 +11,15 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 import pytest
 
+from v100ctl.lab.hosts import LabHost, run_identity, write_inventory
+from v100ctl.lab.image import ensure_image
 from v100ctl.plan import upkeep
 
 from .hosts import on_host, serving_variables, v100ctl
@@ -48,22 +53,26 @@ print(json.dumps(ends))
 
 
 @pytest.fixture(scope="module")
-def serving(lab: Lab, lab_reporter: Reporter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningHost]:
-    """A host that serves behind the gateway, with a quick watchdog and a nightly restart."""
-    from v100ctl.lab.hosts import LabHost, run_identity, write_inventory
-    from v100ctl.lab.image import ensure_image
+def inventory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fleet") / "hosts.yml"
 
+
+def provision(host: RunningHost, inventory: Path, nightly: dict[str, Any]) -> None:
+    """Makes the host what the inventory says with such a nightly restart, and nothing is left to do."""
+    variables = serving_variables(watchdog={"limit_s": LIMIT_S}, nightly_restart=nightly, settings={"parallel": 2})
+    write_inventory(inventory, {host.name: host.variables()}, variables={**variables, "gateway_placement": "host"})
+    done = v100ctl("provision", "-i", inventory, "--json")
+    assert done.code == 0, done.err
+    again = v100ctl("plan", "-i", inventory, "--json")
+    assert again.code == 0, again.out
+
+
+@pytest.fixture(scope="module")
+def serving(lab: Lab, lab_reporter: Reporter, inventory: Path) -> Iterator[RunningHost]:
+    """A host that serves behind the gateway, with a quick watchdog and a nightly restart."""
     wanted = LabHost(f"upkeep-{os.getpid()}", owner=run_identity())
     host = lab.up(wanted, ensure_image(lab.client, lab_reporter), lab_reporter)
-    variables = serving_variables(
-        watchdog={"limit_s": LIMIT_S}, nightly_restart={"window": "03:00-05:00"}, settings={"parallel": 2}
-    )
-    path = tmp_path_factory.mktemp("fleet") / "hosts.yml"
-    write_inventory(path, {host.name: host.variables()}, variables={**variables, "gateway_placement": "host"})
-    done = v100ctl("provision", "-i", path, "--json")
-    assert done.code == 0, done.err
-    again = v100ctl("plan", "-i", path, "--json")
-    assert again.code == 0, again.out
+    provision(host, inventory, {"window": "03:00-05:00"})
     yield host
     lab.down(host.name)
 
@@ -188,3 +197,17 @@ def test_a_unit_that_does_not_start_gives_way_to_the_one_that_was_proved(serving
     assert answers(serving)
     assert on_host(serving, f"systemctl is-failed {NIGHT} || true").strip() == "failed"
     assert set(start_load(serving, "after", 5)()) == {"whole"}
+
+
+def test_where_a_zone_is_asked_for_a_timer_takes_the_place_of_cron(serving: RunningHost, inventory: Path) -> None:
+    before = main_pid(serving)
+    provision(serving, inventory, {"window": "03:00-05:00", "time_zone": "Asia/Tokyo"})
+    assert main_pid(serving) == before
+    timer = NIGHT.replace(".service", ".timer")
+    assert on_host(serving, f"systemd-analyze verify {timer} 2>&1").strip() == ""
+    assert on_host(serving, f"systemctl is-enabled {timer}; systemctl is-active {timer}").split() == ["enabled", "active"]
+    assert serving.execute("test", "-e", upkeep.CRON_FILE)[0] != 0
+    # The host's own clock is on another zone.
+    shown = on_host(serving, f"TZ=UTC systemctl show --value --timestamp=unix --property NextElapseUSecRealtime {timer}")
+    next_run = datetime.fromtimestamp(int(shown.strip().lstrip("@")), ZoneInfo("Asia/Tokyo"))
+    assert next_run.hour in (3, 4), next_run
