@@ -26,6 +26,8 @@ class Behaviour:
     busy: int = 0
     drafts: int = 0
     tokenizer: bool = True
+    #: How far the next token's probabilities are from those of a stand-in with 0.
+    skew: float = 0.0
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
 
@@ -33,9 +35,9 @@ class Behaviour:
 class StandIn:
     """The server, on a port of its own; use as a context manager."""
 
-    def __init__(self, behaviour: Behaviour | None = None) -> None:
+    def __init__(self, behaviour: Behaviour | None = None, port: int = 0) -> None:
         self.behaviour = behaviour or Behaviour()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self.behaviour))
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self.behaviour))
         self._server.daemon_threads = True
         # Sixteen clients come at once.
         self._server.socket.listen(128)
@@ -70,7 +72,10 @@ def _handler(how: Behaviour) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             slots = [{"id": number, "is_processing": number < how.busy} for number in range(4)]
-            self._answer(200 if self.path == "/slots" else 404, slots)
+            if self.path == "/health":
+                self._answer(200, {"status": "ok"})
+            else:
+                self._answer(200 if self.path == "/slots" else 404, slots)
 
         def do_POST(self) -> None:
             body = self._body()
@@ -83,6 +88,9 @@ def _handler(how: Behaviour) -> type[BaseHTTPRequestHandler]:
                 self._answer(200 if how.tokenizer else 404, known if how.tokenizer else {})
             elif how.status != 200:
                 self._answer(how.status, {"error": {"message": "out of memory"}})
+            elif body.get("n_probs"):
+                rows = [{"id": number, "logprob": -1.0 - number * (1 + how.skew)} for number in range(8)]
+                self._answer(200, {"completion_probabilities": [{"top_logprobs": rows}]})
             else:
                 how.asked.append(body)
                 self._stream(body)
