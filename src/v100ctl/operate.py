@@ -181,7 +181,7 @@ def operate(
     with open_session(state.connection) as session:
         if action != "start" and active:
             with reporter.phase(f"{place}: waiting for running requests"):
-                _drain(session, place, name, drain_limit_s, force=force)
+                drain(session, place, name, drain_limit_s, force=force)
         if action == "stop":
             with reporter.phase(f"{place}: stopping"):
                 _systemctl(session, place, "stop", unit)
@@ -191,8 +191,8 @@ def operate(
             session.run(["systemctl", "reset-failed", unit], become=True)
             _systemctl(session, place, action, unit)
         with reporter.phase(f"{place}: waiting until it is healthy"):
-            _await(session, state, place, name)
-        _gateway(session, "open", name, 60.0)
+            await_healthy(session, state, place, name)
+        call_gateway(session, "open", name, 60.0)
     return f"{place} serves"
 
 
@@ -206,16 +206,22 @@ def _systemctl(session: Session, place: str, verb: str, unit: str) -> None:
         )
 
 
-def _gateway(session: Session, verb: str, name: str, limit_s: float) -> Result:
+def call_gateway(session: Session, verb: str, name: str, limit_s: float) -> Result:
+    """One call of the host's gateway program about an instance."""
     argv = ["python3", "-I", "-S", "-B", gateway.PROGRAM, verb, name, "--limit-s", str(limit_s)]
     return session.run(argv, become=True, timeout_s=limit_s + 60)
 
 
-def _drain(session: Session, place: str, name: str, limit_s: float, *, force: bool) -> None:
-    done = _gateway(session, "drain", name, limit_s)
+def drain(session: Session, place: str, name: str, limit_s: float, *, force: bool) -> None:
+    """Wait until the gateway has no request of an instance left; new ones wait there. Without a gateway there is nothing to do.
+
+    Raises:
+        V100ctlError: some still ran at the limit and ``force`` is not set (it is open again then), or the gateway fails.
+    """
+    done = call_gateway(session, "drain", name, limit_s)
     if done.rc == _RC_LIMIT and not force:
         running = json.loads(done.stdout).get("running", "some")
-        _gateway(session, "open", name, 60.0)
+        call_gateway(session, "open", name, 60.0)
         raise V100ctlError(
             f"{place}: {running} requests still ran after {limit_s:g} s, so it was left as it is",
             hint="a longer `--drain-limit`, or `--force` to cut them",
@@ -224,7 +230,7 @@ def _drain(session: Session, place: str, name: str, limit_s: float, *, force: bo
         raise V100ctlError(f"{place}: the gateway does not let it go: {done.stderr.decode(errors='replace').strip()}")
 
 
-def _await(session: Session, state: Examined, place: str, name: str) -> None:
+def await_healthy(session: Session, state: Examined, place: str, name: str) -> None:
     """Until its unit is active and its health path answers, as the role `llm_server` waits."""
     planned = next((item for item in state.plan.instances if item.name == name), None) if state.plan else None
     applied = _applied(state.facts).get(name, {}) if state.facts else {}

@@ -150,7 +150,7 @@ def one_pass(rig: ProcessRig, work: Workload, path: Path, began_s: float, budget
     order = [name for name in [*names[turn:], *names[:turn]] if seen.count(name) < passes]
     with path.open("a", encoding="utf-8") as stream:
         for first in range(0, len(order), AT_ONCE):
-            if time.monotonic() - began_s > budget_s - 60:
+            if time.monotonic() - began_s > budget_s - 90:
                 print(f"no time left for {len(order) - first} points", flush=True)
                 return
             wave = order[first : first + AT_ONCE]

@@ -16,9 +16,13 @@ KEPT = 200
 
 
 def folder_of(host: str, instance: str) -> Path:
-    """Where an instance's measurements lie. Names are made fit for a file system."""
-    parts = [re.sub(r"[^A-Za-z0-9._-]", "_", part).lstrip(".") or "_" for part in (host, instance)]
-    return state_dir() / "bench" / parts[0] / parts[1]
+    """Where an instance's measurements lie."""
+    return state_dir() / "bench" / folder_name(host) / folder_name(instance)
+
+
+def folder_name(name: str) -> str:
+    """The name of a host or an instance as that of a folder."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip(".") or "_"
 
 
 def save(document: dict[str, Any]) -> Path:

@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "restart": ("v100ctl.cli.restart", "Restart an instance by hand, after its running requests."),
     "audit": ("v100ctl.cli.audit", "Report where hosts differ from their plan."),
     "bench": ("v100ctl.cli.bench", "Measure a running instance: decode, prompts, streams, against the card's ceiling."),
+    "tune": ("v100ctl.cli.tune", "Find the settings that are fastest on this card, and show them as a diff."),
     "render": ("v100ctl.cli.render", "Print every file and command line of a host; touch nothing."),
     "lab": ("v100ctl.cli.lab", "Test hosts with fake V100s: up, list, ssh, fault, down."),
     "completion": ("v100ctl.cli.completion", "Print the completion script of a shell."),

@@ -191,7 +191,8 @@ class Search:
                 self._round([candidate])
                 if candidate.id not in self._failed and row.score >= math.log(keep) - 0.05:
                     tested += 1
-                    self._pairs([row], self._schedule.pairs)
+                    # Fewer could not be sure enough, whatever they say.
+                    self._pairs([row], max(self._schedule.pairs, 6))
                     self._judge(row, keep - 1)
                     if row.p is not None and row.p <= ALPHA / CONTEXTS:
                         winner, row.status = row, "winner"

@@ -46,6 +46,18 @@ class Rig(Protocol):
         """Tokens that one request may use."""
 
 
+def plan_of(path: Path) -> dict[str, Any] | None:
+    """What a log was of; ``None`` where there is none that can be read."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            found = json.loads(stream.readline())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.pop("schema", None) != LOG_SCHEMA:
+        return None
+    return found
+
+
 class Log:
     """The trials of one search, on disk. ``plan``: what is searched; a log of another plan is set aside."""
 
