@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,14 @@ def model_with_a_head(path: Path) -> dict[str, Any]:
     return {"from_controller": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
+def answer(host: RunningHost, port: int, path: str, question: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a server of the host answers to a request on the host."""
+    body = "None" if question is None else f"json.dumps({question!r}).encode()"
+    asked = f"import json, urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}{path}', {body}).read().decode())"
+    found: dict[str, Any] = json.loads(on_host(host, f"python3 -c {shlex.quote(asked)}"))
+    return found
+
+
 def test_each_profile_serves(make_lab_host: Callable[..., RunningHost], lab_inventory: WriteInventory, tmp_path: Path) -> None:
     variables = serving_variables()
     chat = variables["llm_server_instances"]["chat"]
@@ -54,12 +63,11 @@ def test_each_profile_serves(make_lab_host: Callable[..., RunningHost], lab_inve
     assert all(proof["tokens"] > 0 for proof in result["proofs"].values())
 
     for name in profiles:
-        props = json.loads(on_host(host, f"curl -sf http://127.0.0.1:{instances[name]['port']}/props"))
+        props = answer(host, instances[name]["port"], "/props")
         asked = load_catalog().profiles[name].values
         assert props["total_slots"] == asked["parallel"]
     # The engine says itself how many tokens it drafted.
-    question = json.dumps({"prompt": "t5 t6 t7", "n_predict": 32, "temperature": 0})
-    port = instances["llama-32gb-mtp"]["port"]
-    answer = json.loads(on_host(host, f"curl -sf http://127.0.0.1:{port}/completion -d '{question}'"))
-    assert answer["timings"]["draft_n"] > 0, answer["timings"]
+    question = {"prompt": "t5 t6 t7", "n_predict": 32, "temperature": 0}
+    timings = answer(host, instances["llama-32gb-mtp"]["port"], "/completion", question)["timings"]
+    assert timings["draft_n"] > 0, timings
     assert v100ctl("audit", "-i", inventory, "--json").document["hosts"][host.name]["status"] == "clean"
