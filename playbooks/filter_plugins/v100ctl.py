@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible.release import __version__ as ansible_core_version
 
 
 def _module(name: str) -> Any:
@@ -147,6 +148,7 @@ def make_plan(
         headers=_plain(headers or {}),
         listings=listings,
         servers=_servers(fleet or {}, builders) if config.gateway_placement == "fleet" else (),
+        ansible_core=ansible_core_version,
     )
     return result
 

@@ -22,7 +22,7 @@ from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import GatewayDecision, GatewayFront, HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
 from v100ctl.plan.units import attainable_nofile, told, unit_name
-from v100ctl.plan.upkeep import CRON_FILE, CRON_UNIT
+from v100ctl.plan.upkeep import CRON_FILE
 from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
 from v100ctl.surroundings import around
 
@@ -686,7 +686,7 @@ def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]
     """Who looks after running servers: the watchdog, and what starts restarts at night."""
     for name in plan.upkeep.units:
         # The host's own cron has no file of ours.
-        ours = f"/etc/systemd/system/{name}" if name != CRON_UNIT else CRON_FILE
+        ours = f"/etc/systemd/system/{name}" if name.startswith("v100ctl-") else CRON_FILE
         kind: Kind = applied.kind(bool(applied.file(ours)))
 
         for what, expected, actual in _not_running(facts.units.get(name)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -215,5 +216,7 @@ def decide(
     host: FleetHost, connection: Connection | None, facts: Facts, *, headers: Headers | None = None, as_of: date
 ) -> Examined:
     """Plan and compare one host whose facts are known. ``headers``: what is known of its models, by path on the host."""
-    decided = plan(host.name, host.config, facts, headers=headers, as_of=as_of)
+    decided = plan(
+        host.name, host.config, facts, headers=headers, as_of=as_of, ansible_core=importlib.metadata.version("ansible-core")
+    )
     return Examined(host, connection, facts, decided, compare(decided, facts))

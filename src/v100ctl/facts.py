@@ -509,6 +509,8 @@ class Facts(_Facts):
     kernels_installed: tuple[str, ...] = ()
     #: Whether the firmware lets only signed kernels start; ``None`` without EFI or where its variables cannot be seen.
     secure_boot: bool | None = None
+    #: Whether SELinux forbids what its policy does not allow (or only says so); empty where the kernel runs without it.
+    selinux: Literal["", "enforcing", "permissive"] = ""
     gpus: tuple[Gpu, ...] = ()
     nvidia: Nvidia = Nvidia()
     #: Whether CUDA programs can use ``nvidia_uvm``; ``poisoned`` after an error from which it recovers only by being loaded anew.

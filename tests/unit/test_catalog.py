@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import v100ctl.catalog
 from v100ctl.catalog import CudaRow, PackageSource, load_catalog, version_key
-from v100ctl.catalog.hardware import KernelBuilds
+from v100ctl.catalog.hardware import ENTERPRISE_LINUX, KernelBuilds
 
 CATALOG = load_catalog()
 AS_OF = date(2026, 11, 29)
@@ -560,14 +560,26 @@ def test_a_distribution_by_its_os_release(asked: tuple[str, str], found: str | N
     assert (row.name if row else None) == found
 
 
-def test_the_roles_provision_what_they_did() -> None:
-    provisioned = {(row.id, row.version_id) for row in CATALOG.distributions if row.provisioned}
-    assert provisioned == {("debian", "11"), ("debian", "12"), ("debian", "13"), ("ubuntu", "22.04"), ("ubuntu", "24.04")}
+def test_every_distribution_names_what_the_roles_need() -> None:
+    assert set(RELEASES) == {
+        *(("debian", version) for version in ("11", "12", "13")),
+        *(("ubuntu", version) for version in ("20.04", "22.04", "24.04")),
+        *(("rhel", version) for version in ("9", "10")),
+    }
     for row in CATALOG.distributions:
-        assert row.provisioned == (row.reason is None), row.name
-        assert not row.provisioned or row.package_manager == "apt"
-        assert not row.provisioned or row.toolchain_packages
+        assert row.toolchain_packages and row.runtime_packages and row.python_packages, row.name
         assert row.gcc in row.compilers
+        # Each rebuild of Enterprise Linux has its own names for repositories.
+        for names in (row.toolchain_repository, row.dkms_source):
+            assert set(names) == (set(ENTERPRISE_LINUX) if row.package_manager == "dnf" else set()), row.name
+
+
+@pytest.mark.parametrize(
+    ("version", "python"), [("2.19.14", "3.8"), ("2.20.0", "3.9"), ("2.21.5", "3.9"), ("2.18.1", None), ("", None)]
+)
+def test_the_python_that_ansible_wants_on_a_host(version: str, python: str | None) -> None:
+    row = CATALOG.ansible_core(version)
+    assert (row.host_python_min if row else None) == python
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_calls_on_a_bare_host(release: str, branch: str, expected: list[str]) ->
     kernel = KERNELS[release]
     said = {
         "HEADERS": f"apt-get install linux-headers-{kernel}",
-        "DEVEL": f"dnf install kernel-devel-{kernel} kernel-devel-matched",
+        "DEVEL": f"dnf install kernel-devel-{kernel} kernel-devel-matched-{kernel}",
     }
     assert words(driver(host(release), nvidia_driver_branch=branch)) == [said.get(call, call) for call in expected]
 
@@ -396,13 +396,74 @@ def test_another_stream_is_switched_to() -> None:
     }
     decision = driver(host("rhel/9", **state), nvidia_driver_branch="580")
     assert words(decision)[1:] == [
-        "dnf module reset nvidia-driver",
-        "dnf module enable nvidia-driver:580-dkms",
+        "dnf module switch-to nvidia-driver:580-dkms --allowerasing",
         f"dnf install --allowerasing {NVIDIA_FOR_EL}",
     ]
-    assert [call.disturbs for call in decision.calls] == [False, False, False, True]
+    assert [call.disturbs for call in decision.calls] == [False, True, True]
     kept = driver(host("rhel/9", **state), nvidia_driver_branch="535", nvidia_driver_source="nvidia_repository")
     assert (kept.action, [call for call in words(kept) if "devel" not in call]) == ("keep", [])
+
+
+def rpm_driver(version: str, release: str = "el9", **others: str) -> dict[str, Any]:
+    """A host that has NVIDIA's packages for Enterprise Linux, loaded."""
+    names = {name: f"3:{version}-1.{release}" for name in (*NVIDIA_FOR_EL.split(), "nvidia-kmod-common", "libnvidia-ml")}
+    return {
+        "nvidia": {"module_version": version, "module_flavour": "proprietary", "library_version": version},
+        "packages": {"manager": "rpm", "installed": {**names, "dkms": "3.3.0-1", **others}},
+    }
+
+
+def test_another_branch_without_streams_brings_back_what_is_newer() -> None:
+    """What is there satisfies `install`, so a newer branch would stay."""
+    state = rpm_driver("590.48.01", "el10", **{"python3-dnf-plugin-versionlock": "4.7.0-8.el10"})
+    decision = driver(host("rhel/10", **state), nvidia_driver_branch="580")
+    there = sorted((*NVIDIA_FOR_EL.split(), "nvidia-kmod-common", "libnvidia-ml"))
+    assert words(decision)[1:] == [
+        "dnf versionlock add *nvidia*580*",
+        f"dnf distro-sync --allowerasing {' '.join(there)}",
+        f"dnf install --allowerasing {NVIDIA_FOR_EL}",
+    ]
+    assert [call.disturbs for call in decision.calls] == [False, False, True, True]
+
+
+def test_dnf_holds_each_package_of_a_driver_at_its_version() -> None:
+    state = rpm_driver("535.309.01")
+    found = driver(host("rhel/9", **state))
+    assert (found.action, found.hold_package) == ("keep", "python3-dnf-plugin-versionlock")
+    (loose,) = [item for item in compare(decide(host("rhel/9", **state)), host("rhel/9", **state)) if item.id == "driver.unheld"]
+    assert "kmod-nvidia-latest-dkms" in loose.expected and "nvidia-kmod-common" in loose.expected
+    assert " dkms" not in loose.expected
+    held = merge(state, {"packages": {"held": [*NVIDIA_FOR_EL.split(), "nvidia-kmod-common", "libnvidia-ml"]}})
+    assert "driver.unheld" not in findings(host("rhel/9", **held))
+    # What is held is let go before it is replaced.
+    moved = words(driver(host("rhel/9", **held), nvidia_driver_branch="580"))
+    assert moved[1].startswith("dnf versionlock delete nvidia-driver-cuda ")
+    assert moved[2].startswith("dnf module switch-to nvidia-driver:580-dkms")
+    assert driver(host()).hold_package == "", "apt can by itself"
+
+
+def test_headers_of_enterprise_linux_bring_no_other_kernel() -> None:
+    """`kernel-devel-matched` wants the kernel of its own version: without one named, dnf would install the newest."""
+    old, new = KERNELS["rhel/9"], "5.14.0-570.12.1.el9_6.x86_64"
+    devel = {"kernel-devel": "5.14.0-503.11.1.el9_5"}
+    state = rpm_driver("535.309.01", **devel)
+    decision = driver(
+        host("rhel/9", kernels_installed=[old, new], **state),
+        nvidia_driver_branch="535",
+        nvidia_driver_source="nvidia_repository",
+    )
+    assert words(decision) == [f"dnf install kernel-devel-{new} kernel-devel-matched-{new}"]
+    assert decision.kernels == (old, new)
+    assert decision.initramfs == tuple(("dracut", "--force", f"/boot/initramfs-{kernel}.img", kernel) for kernel in (old, new))
+    both = rpm_driver(
+        "535.309.01",
+        **{
+            "kernel-devel": "5.14.0-503.11.1.el9_5, 5.14.0-570.12.1.el9_6",
+            "kernel-devel-matched": "5.14.0-570.12.1.el9_6",
+        },
+    )
+    there = host("rhel/9", kernels_installed=[old, new], **both)
+    assert words(driver(there, nvidia_driver_branch="535", nvidia_driver_source="nvidia_repository")) == []
 
 
 def test_an_exact_version_on_enterprise_linux() -> None:
@@ -468,6 +529,7 @@ def test_modules_are_signed_with_the_key_that_was_named() -> None:
     assert (decision.signed, decision.certificate) == (True, "/k/mok.pub")
     assert decide(host(secure_boot=True), **names).verdict == "warn"
     assert decide(host(secure_boot=True)).verdict == "refused"
+    assert decide(host("rhel/9", secure_boot=True), **names).driver.signed  # type: ignore[union-attr]
     # A DKMS that reads no such file would leave them unsigned.
     assert decide(host("debian/11", secure_boot=True), **names).verdict == "refused"
 

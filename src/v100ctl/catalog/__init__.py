@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from v100ctl.catalog.hardware import (
     ENTERPRISE_LINUX,
+    AnsibleCore,
     Architecture,
     CudaRow,
     Distribution,
@@ -37,6 +38,7 @@ from v100ctl.catalog.rows import Row, version_key
 from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow, load_parser
 
 __all__ = [
+    "AnsibleCore",
     "Architecture",
     "Archive",
     "Catalog",
@@ -96,12 +98,22 @@ class Catalog(Row):
     def distribution(self, distribution_id: str, version_id: str) -> Distribution | None:
         """The row of a distribution's release, ``None`` where nothing is known about it.
 
-        Rebuilds of Enterprise Linux have the row of ``rhel``, point releases that of their major. A row is no promise that the
-        roles can set the release up: that is its ``provisioned``.
+        Rebuilds of Enterprise Linux have the row of ``rhel``, point releases that of their major. What the roles cannot set up
+        there is in the row's ``refused``.
         """
         wanted = ENTERPRISE_LINUX.get(distribution_id, distribution_id)
         version = version_id.partition(".")[0] if wanted == "rhel" else version_id
         return next((row for row in self.distributions if (row.id, row.version_id) == (wanted, version)), None)
+
+    @functools.cached_property
+    def ansible_cores(self) -> tuple[AnsibleCore, ...]:
+        """Versions of ansible-core that differ in the Pythons that they take, the oldest first."""
+        return _rows(AnsibleCore, "distributions.yml", "ansible_core")
+
+    def ansible_core(self, version: str) -> AnsibleCore | None:
+        """The row that answers for ``2.21.5``; ``None`` for what is older than all, and for none."""
+        asked = version_key(version)[:2]
+        return next((row for row in reversed(self.ansible_cores) if asked and version_key(row.version) <= asked), None)
 
     @functools.cached_property
     def vllm_rows(self) -> tuple[VllmRow, ...]:

@@ -304,39 +304,65 @@ class Distribution(Row):
 
     Attributes:
         id: ``ID`` of ``os-release``; a rebuild of Enterprise Linux is looked up under ``rhel``.
-        provisioned: Can this version's roles set it up? Rows without are there so that a plan can say what would be needed.
         tested: ``run``: the whole path is run by this project's tests. ``rendered``: names were looked up, nothing was run.
-        glibc, gcc, kernel, python: What the release brings by default.
-        compilers: gcc major -> the package of its C++ compiler, beside the default one.
+        glibc, gcc, kernel, python, cmake: What the release brings by default.
+        compilers: gcc major -> the package of its C++ compiler, the default one among them.
+        toolchain_repository: A repository that has some of ``toolchain_packages`` and that the release does not enable by itself,
+            by ``ID`` of ``os-release``. It is asked in the one call that installs them, and stays as it is.
+        ccache_package: ``None`` where the release itself has none.
         python_packages: What an engine written in Python needs: virtual environments, and a C compiler with the headers of Python
             and of the C library for the kernels that Triton compiles while it runs.
+        cron_package, cron_unit: What runs the files in ``/etc/cron.d``, and its unit.
         dkms_source: Package (a name or an address) that makes the repository known which has DKMS, by ``ID`` of ``os-release``;
             empty where the release itself has it.
-        reason: What keeps the roles from it, where ``provisioned`` is false.
+        dkms_settings_folder: Does its DKMS read a folder of settings, so that it can be told which key signs modules? Older ones
+            sign by a distribution's own means or not at all.
+        selinux: Does the release enforce SELinux unless somebody has switched that off?
+        refused: Parts of this toolkit that cannot be decided for the release, and why; the others can.
     """
 
     id: str
     version_id: str
     name: str
     package_manager: Literal["apt", "dnf"]
-    provisioned: bool
     tested: Literal["run", "rendered"]
     glibc: str
     gcc: int
     kernel: str
     python: str
+    cmake: str
     compilers: Mapping[int, str]
     toolchain_packages: tuple[str, ...]
+    toolchain_repository: Mapping[str, str] = Field(default_factory=dict)
+    ccache_package: str | None = "ccache"
     runtime_packages: tuple[str, ...]
-    python_packages: tuple[str, ...] = ()
+    python_packages: tuple[str, ...]
+    cron_package: str
+    cron_unit: str
     dkms_source: Mapping[str, str] = Field(default_factory=dict)
-    reason: str | None = None
+    dkms_settings_folder: bool
+    selinux: bool = False
+    refused: Mapping[Literal["gateway"], str] = Field(default_factory=dict)
     source: str
 
     def compiler(self, gcc_max: int) -> str | None:
         """The package of the newest C++ compiler that is not newer than ``gcc_max``, ``None`` where the release has none."""
         fitting = [major for major in self.compilers if major <= gcc_max]
         return self.compilers[max(fitting)] if fitting else None
+
+
+class AnsibleCore(Row):
+    """The oldest Pythons that a minor version of ansible-core (``2.19``) takes.
+
+    Attributes:
+        host_python_min: On the hosts that it manages.
+        controller_python_min: Where it runs itself.
+    """
+
+    version: str
+    host_python_min: str
+    controller_python_min: str
+    source: str
 
 
 #: Rebuilds of Enterprise Linux, which take its packages: ``ID`` of ``os-release`` -> the row's ``id``.

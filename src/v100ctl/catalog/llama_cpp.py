@@ -23,9 +23,11 @@ class Archive(Row):
 
 
 class CmakeOptions(Row):
-    """Options of a build: ``common`` always, ``cuda`` with that backend."""
+    """Options of a build: ``common`` always, ``cuda`` with that backend; and the oldest CMake that takes it."""
 
     source: str
+    cmake_min: str
+    cuda_cmake_min: str
     common: dict[str, str]
     cuda: dict[str, str] = Field(default_factory=dict)
 

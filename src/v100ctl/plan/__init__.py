@@ -7,6 +7,7 @@ make the same host.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -43,7 +44,7 @@ from v100ctl.plan.models import (
     with_release_paths,
 )
 from v100ctl.plan.render import MANAGED_HEADER
-from v100ctl.plan.rules.host import build_rules, distribution_of, host_rules, limit_rules, space_rules
+from v100ctl.plan.rules.host import build_rules, controller_rules, distribution_of, host_rules, limit_rules, space_rules
 from v100ctl.plan.rules.instance import fleet_of_one_rules
 from v100ctl.plan.rules.store import store_rules
 from v100ctl.plan.types import Account, CudaDecision, Directory, HostPlan, Rule, Unit, describe, plain_data
@@ -120,6 +121,7 @@ def plan(
     headers: Headers | None = None,
     catalog: Catalog | None = None,
     as_of: date,
+    ansible_core: str = "",
 ) -> HostPlan:
     """Decide everything for one host.
 
@@ -131,6 +133,7 @@ def plan(
             without them makes the same host.
         catalog: What is known; the shipped one by default.
         as_of: Today, for rows that end on a date.
+        ansible_core: The version of it that will carry the plan out; empty where that is not known.
 
     Returns:
         The plan; its verdict is ``refused`` when any rule refuses.
@@ -161,15 +164,25 @@ def plan(
             started.append(Unit(unit_name(name), name, enabled=True, state="started"))
     rules = [
         *host_rules(facts, catalog),
+        *controller_rules(facts, catalog, ansible_core),
         *planner.host_verdicts,
         *fleet_of_one_rules(config),
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
+        *gateway.host_rules(config, facts, distribution),
         *gateway.gateway_rules(config, facts, planner.public, going),
         *fleet_gateway.fleet_rules(config),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
         *limit_rules(facts, LIMIT_NOFILE),
-        *build_rules(planner.releases, facts, builds_here=planner.builds_here),
+        *build_rules(
+            config,
+            planner.releases,
+            facts,
+            planner.llama_cpp_row,
+            catalog,
+            builds_here=planner.builds_here,
+            in_container=config.llama_cpp_build_on == llama_cpp.CONTAINER,
+        ),
         *space_rules(
             planner.releases, models, facts, planner.llama_cpp_row, builds_here=planner.builds_here, wheels=planner.vllm_releases
         ),
@@ -189,7 +202,10 @@ def plan(
                 *care_packages,
             ),
             directories=_directories(),
-            releases=(*planner.releases, *planner.vllm_releases),
+            releases=tuple(
+                dataclasses.replace(release, relabel=facts.selinux != "")
+                for release in (*planner.releases, *planner.vllm_releases)
+            ),
             models=models,
             unused_models=tuple(unused) if config.model_store_prune else (),
             files=(
@@ -261,6 +277,7 @@ def from_ansible(
     headers: Mapping[str, Any] | None = None,
     listings: Mapping[str, Any] | None = None,
     servers: Sequence[GatewayServer] = (),
+    ansible_core: str = "",
 ) -> dict[str, Any]:
     """The plan as role variables, from what a playbook has at hand (the filter plugin's entry).
 
@@ -271,6 +288,7 @@ def from_ansible(
         headers: Model headers as plain data, by path on the host; a text says why one could not be read.
         listings: What hubs said of their repositories, as plain data (:func:`v100ctl.plan.models.listing_key`).
         servers: For the gateway of a fleet: what the inventory's hosts serve.
+        ansible_core: The version of it that runs.
 
     Raises:
         InventoryError: a variable is wrong.
@@ -280,7 +298,8 @@ def from_ansible(
     known_listings = {key: HubListing.model_validate(value) for key, value in (listings or {}).items()}
     config = with_servers(with_listings(parse_config(host, ansible_variables(variables)), known_listings), servers)
     known = {path: _known(value) for path, value in (headers or {}).items()}
-    return plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of).to_role_variables()
+    decided = plan(host, config, Facts.model_validate(facts), headers=known, as_of=as_of, ansible_core=ansible_core)
+    return decided.to_role_variables()
 
 
 def toolkit_for(

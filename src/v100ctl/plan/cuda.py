@@ -298,7 +298,7 @@ def _host_compiler(
     if source is not None and source.host_compiler:
         return source.host_compiler, ()
     if row.accepts_gcc(distribution.gcc):
-        return f"g++-{distribution.gcc}", ()
+        return distribution.compilers[distribution.gcc], ()
     other = distribution.compiler(row.gcc_max)
     if other is not None:
         return other, ()

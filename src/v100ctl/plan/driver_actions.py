@@ -39,8 +39,8 @@ _OPEN_MODULES = re.compile(r"nvidia.*-open(-|$)")
 LEFT_ALONE = ("nvidia-.*", "libnvidia-.*", "cuda-.*", "libcuda.*")
 #: How long apt waits for another process that holds its lock.
 _LOCK_TIMEOUT_S = 600
-#: DKMS reads its folder of settings from this release on; older ones sign by a distribution's own means or not at all.
-_SIGNING_DISTRIBUTIONS = (("debian", "12"), ("debian", "13"), ("ubuntu", "24.04"))
+#: dnf's own hold is a plugin's.
+_VERSION_LOCK = "python3-dnf-plugin-versionlock"
 #: The marker in the preferences of a driver that this toolkit has installed: the rest of its packages is ours to keep.
 _INSTALLED_MARK = ", installed from "
 
@@ -67,7 +67,7 @@ def was_installed_here(facts: Facts) -> bool:
 
 def signs_modules(config: HostConfig, distribution: Distribution | None) -> bool:
     """Is there a key to sign with, and a DKMS that can be told of it?"""
-    known = distribution is not None and (distribution.id, distribution.version_id) in _SIGNING_DISTRIBUTIONS
+    known = distribution is not None and distribution.dkms_settings_folder
     return known and bool(config.nvidia_driver_signing_key and config.nvidia_driver_signing_certificate)
 
 
@@ -78,8 +78,8 @@ def kernel_headers(distribution: Distribution, facts: Facts) -> tuple[str, ...]:
     """
     kernels = distribution_kernels(distribution, facts)
     if distribution.package_manager == "dnf":
-        # `-matched` keeps them in step from then on.
-        return (*(f"kernel-devel-{kernel}" for kernel in kernels), *(("kernel-devel-matched",) if kernels else ()))
+        # `-matched` keeps them in step from then on. It brings the kernel of its own version, so that is named.
+        return (*(f"kernel-devel-{kernel}" for kernel in kernels), *(f"kernel-devel-matched-{kernel}" for kernel in kernels[-1:]))
     following = [
         name.replace("linux-image-", "linux-headers-", 1)
         for name in facts.packages.installed
@@ -162,8 +162,9 @@ def with_actions(
         absent_files=stale,
         key=key,
         untrusted_keys=catalog.nvidia_repository.rotated_fingerprints if from_nvidia else (),
-        hold=NAME_PATTERNS if apt else (),
-        hold_version=VERSION_PATTERN if apt else "",
+        hold=NAME_PATTERNS,
+        hold_version=VERSION_PATTERN,
+        hold_package="" if apt else _VERSION_LOCK,
         kernels=distribution_kernels(distribution, facts) if managed else (),
         initramfs=_initramfs(distribution, facts),
         uninstaller=(facts.nvidia.uninstaller, "--silent") if facts.nvidia.uninstaller and decision.action == "replace" else (),
@@ -411,31 +412,41 @@ def with_repository(
 def _dnf_calls(
     decision: DriverDecision, source: PackageSource, facts: Facts, distribution: Distribution, catalog: Catalog
 ) -> Iterator[PackageCall]:
-    headers = [
-        name
-        for name in kernel_headers(distribution, facts)
-        if name not in facts.packages.installed and not _has_devel(name, facts)
-    ]
+    installed = facts.packages.installed
+    headers = [name for name in kernel_headers(distribution, facts) if not _is_installed(name, facts)]
     missing = missing_packages(decision, facts, catalog)
-    if missing and "dkms" not in facts.packages.installed and "epel-release" not in facts.packages.installed:
+    if missing and "dkms" not in installed and "epel-release" not in installed:
         package = distribution.dkms_source.get(facts.distribution.id)
         if package is not None:
             yield PackageCall("Make the repository known that has DKMS", _dnf("install", package))
     if headers:
         yield PackageCall("Install the kernel's headers", _dnf("install", *headers))
-    if not missing:
+    if not missing and not decision.unwanted:
         return
+    held = [name for name in facts.packages.held if _named_like_a_driver(name)]
+    if held:
+        yield PackageCall("Release what is held", _dnf("versionlock", "delete", *held))
     if decision.local_packages:
         name = "Install the driver from package files"
         yield PackageCall(name, _dnf("install", "--allowerasing"), disturbs=True, local_packages=True)
         return
-    if source.stream is not None:
+    others = sorted(name for name, version in installed.items() if is_driver_package(name, version))
+    if source.stream is not None and others:
+        # In one step with the packages: between two streams each of them belongs to neither.
+        name = f"Move to the stream of branch {decision.branch}"
+        yield PackageCall(name, _dnf("module", "switch-to", source.stream, "--allowerasing"), disturbs=True)
+    elif source.stream is not None:
         # A stream cannot be enabled over another one of its module.
         yield PackageCall("Leave the module's other streams", _dnf("module", "reset", source.stream.partition(":")[0]))
         yield PackageCall(f"Take the stream of branch {decision.branch}", _dnf("module", "enable", source.stream))
     if source.hold:
-        yield PackageCall("Install the version lock", _dnf("install", "python3-dnf-plugin-versionlock"))
+        if _VERSION_LOCK not in installed:
+            yield PackageCall("Install the version lock", _dnf("install", _VERSION_LOCK))
         yield PackageCall(f"Lock branch {decision.branch}", _dnf("versionlock", "add", *source.hold))
+        if others:
+            # A package that is there satisfies `install`, also one of a newer branch.
+            name = f"Bring what is there to branch {decision.branch}"
+            yield PackageCall(name, _dnf("distro-sync", "--allowerasing", *others), disturbs=True)
     wanted = [f"{name}-{decision.exact}" if decision.exact else name for name in source.packages]
     name = f"Install driver {decision.exact or decision.branch}"
     yield PackageCall(name, _dnf("install", "--allowerasing", *wanted), disturbs=True)
@@ -445,10 +456,11 @@ def _dnf(*words: str) -> tuple[str, ...]:
     return ("dnf", "--assumeyes", *words)
 
 
-def _has_devel(name: str, facts: Facts) -> bool:
-    """Is ``kernel-devel-5.14.0-503.el9.x86_64`` among the versions of ``kernel-devel``?"""
-    version = name.removeprefix("kernel-devel-").removesuffix(".x86_64")
-    return version in facts.packages.installed.get("kernel-devel", "").split(", ")
+def _is_installed(name: str, facts: Facts) -> bool:
+    """Is ``kernel-devel-5.14.0-503.el9.x86_64`` among the installed versions of ``kernel-devel``?"""
+    package = next(package for package in ("kernel-devel-matched", "kernel-devel") if name.startswith(f"{package}-"))
+    version = name.removeprefix(f"{package}-").removesuffix(".x86_64")
+    return version in facts.packages.installed.get(package, "").split(", ")
 
 
 # --- Files of the kernel's side -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from v100ctl.catalog import Distribution
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.paths import content_dir
@@ -140,6 +141,25 @@ def _keys_file(name: str, spec: InstanceSpec) -> ManagedFile:
 def address_of(listen: str, port: int) -> str:
     """``ADDRESS:PORT``, with brackets where the address holds colons."""
     return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+
+
+def host_rules(config: HostConfig, facts: Facts, distribution: Distribution | None) -> Iterator[Rule]:
+    """Rules about the host that a gateway, its own or the fleet's, is to run on."""
+    if config.gateway_placement == "none":
+        return
+    nearest = "`gateway_placement: none`: engines listen themselves, and ask for keys themselves"
+    if config.gateway_placement == "fleet":
+        nearest = "a host of Debian or of a newer Ubuntu for the gateway"
+    if distribution is not None and "gateway" in distribution.refused:
+        yield Rule("gateway-unsupported", "refuse", f"{distribution.name}: {distribution.refused['gateway']}", nearest)
+    elif facts.selinux == "enforcing":
+        yield Rule(
+            "gateway-selinux",
+            "refuse",
+            "SELinux confines HAProxy here: it binds and connects to few ports unless `haproxy_connect_any` is on, and nobody "
+            f"has tried whether its policy lets it use {RUNTIME_FOLDER} and {FOLDER}",
+            nearest,
+        )
 
 
 def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec], going: Collection[str]) -> Iterator[Rule]:

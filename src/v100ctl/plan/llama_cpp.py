@@ -89,12 +89,13 @@ def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribu
         packages.append("patch")
     if config.llama_cpp_ccache:
         build["ccache"] = True
-        packages.append("ccache")
+        packages += [distribution.ccache_package] if distribution.ccache_package else []
     if config.llama_cpp_build_on == CONTAINER:
         image = builder_image(config, facts, distribution, catalog)
         build["container"] = {**image, "packages": sorted({*image["packages"], *packages, "ccache"})}
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
     build_id = f"b{row.build}-{config.llama_cpp_backend}-{digest}"
+    repository = distribution.toolchain_repository.get(facts.distribution.id)
     build["build_id"] = build_id
     return Release(
         engine="llama_cpp",
@@ -102,6 +103,7 @@ def build_release(config: HostConfig, row: LlamaCppBuild, distribution: Distribu
         path=f"{ENGINES_DIR}/llama_cpp/{build_id}",
         build=build,
         toolchain_packages=tuple(packages),
+        toolchain_repositories=(repository,) if repository else (),
     )
 
 

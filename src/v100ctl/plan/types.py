@@ -93,7 +93,8 @@ class Account:
 class Release:
     """An engine release: where it lies on the host, and how it is built where no copy of it exists yet.
 
-    ``build`` is the document that ``roles/llama_cpp/files/build_release.py`` takes.
+    ``build`` is the document that ``roles/llama_cpp/files/build_release.py`` takes. ``toolchain_repositories`` are asked for
+    packages too while the toolchain is installed, and only then. ``relabel``: its files need the labels of SELinux's policy.
     """
 
     engine: str
@@ -101,6 +102,8 @@ class Release:
     path: str
     build: Mapping[str, Any]
     toolchain_packages: tuple[str, ...]
+    toolchain_repositories: tuple[str, ...] = ()
+    relabel: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ class DriverDecision:
         untrusted_keys: Fingerprints that nothing on the host shall trust any more.
         hold, hold_version: Installed packages whose name matches one of the patterns and whose version matches the regular
             expression are held.
+        hold_package: What the package manager needs for that; empty where it can by itself.
         kernels: Kernel releases for which the modules have to be there: the one that runs, and the one that boots next.
         initramfs: What rebuilds the initramfs of each kernel that can be booted.
         uninstaller: What removes a driver that did not come as packages.
@@ -208,6 +212,7 @@ class DriverDecision:
     untrusted_keys: tuple[str, ...] = ()
     hold: tuple[str, ...] = ()
     hold_version: str = ""
+    hold_package: str = ""
     kernels: tuple[str, ...] = ()
     initramfs: tuple[tuple[str, ...], ...] = ()
     uninstaller: tuple[str, ...] = ()

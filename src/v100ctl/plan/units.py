@@ -25,6 +25,8 @@ MEMORY_WAIT_S = 60
 CHECK_TIMEOUT_S = 240
 #: From this version on systemd waits longer after each failed start (`RestartSteps=`).
 RESTART_STEPS_SINCE = 254
+#: From this version on it can hide other users' processes (`ProtectProc=`); an older one warns of a key that it does not know.
+PROTECT_PROC_SINCE = 247
 #: How fast each instance was when it was proved: NAME.json. Measured, so no part of the plan.
 BASELINES_DIR = "/var/lib/v100ctl/state/baselines"
 #: The name under which a process carries the digest of the plan that started it.
@@ -148,6 +150,8 @@ def render_unit(
         "cache_directory": _cache_name(name),
         "writes_code": around.writes_code,
         "restart_steps": around.systemd_version >= RESTART_STEPS_SINCE,
+        # A version that nobody told is not taken for an old one.
+        "protect_proc": not 0 < around.systemd_version < PROTECT_PROC_SINCE,
         "cpus": placement.cpus if placement else "",
         "numa_policy": placement.policy if placement else "",
         "numa_nodes": ",".join(map(str, placement.nodes)) if placement else "",

@@ -27,8 +27,7 @@ NIGHTLY_PROGRAM = f"{PROGRAMS_DIR}/nightly.py"
 WATCHDOG_UNIT = "v100ctl-watchdog.service"
 NIGHTLY_UNIT = "v100ctl-nightly@.service"
 CRON_FILE = "/etc/cron.d/v100ctl"
-CRON_UNIT = "cron.service"
-#: Any of them runs what lies in /etc/cron.d; the first is what a host without one gets.
+#: Any of them runs what lies in /etc/cron.d; a host without one gets the one that its distribution names.
 CRON_PACKAGES = ("cron", "cronie", "systemd-cron", "bcron")
 #: Timers name zones of this package's database.
 ZONES_PACKAGE = "tzdata"
@@ -204,19 +203,22 @@ def decide_upkeep(
                 ROLE,
             ),
         ]
-    other_cron = any(package in facts.packages.installed for package in CRON_PACKAGES[1:])
+    distribution = catalog.distribution(facts.distribution.id, facts.distribution.version_id)
+    cron_package = distribution.cron_package if distribution else CRON_PACKAGES[0]
+    others = [package for package in CRON_PACKAGES if package != cron_package]
+    other_cron = any(package in facts.packages.installed for package in others)
     if lines:
         files.append(ManagedFile(CRON_FILE, render("cron.j2", lines=lines), ROLE))
     decided = UpkeepDecision(
         units=(
             *((WATCHDOG_UNIT,) if watched else ()),
-            *((CRON_UNIT,) if lines and not other_cron else ()),
+            *((distribution.cron_unit,) if lines and not other_cron and distribution else ()),
             *timers,
         ),
         calendars=tuple(calendars),
         **_left_over(facts, {file.path for file in files}),
     )
-    packages = (*((CRON_PACKAGES[0],) if lines and not other_cron else ()), *((ZONES_PACKAGE,) if timers else ()))
+    packages = (*((cron_package,) if lines and not other_cron else ()), *((ZONES_PACKAGE,) if timers else ()))
     return decided, tuple(files), packages
 
 

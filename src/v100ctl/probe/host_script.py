@@ -110,6 +110,8 @@ PACKAGE_LOCKS = (
     "/var/lib/rpm/.rpm.lock",
     "/usr/lib/sysimage/rpm/.rpm.lock",
 )
+#: What dnf keeps at its version, where it has the plugin for that.
+VERSION_LOCKS = "/etc/dnf/plugins/versionlock.list"
 #: Where the gateway's HAProxy is asked for its state.
 GATEWAY_SOCKET = "/run/v100ctl-gateway/admin.sock"
 # A template (`v100-x@.service`) is no unit that can be shown, and one odd name would spoil the one call for all units.
@@ -118,6 +120,8 @@ UNIT_NAME = re.compile(r"v100-(?:[A-Za-z0-9:_.\\-]|@(?!\.service))+\.service|v10
 #: Units of others that this toolkit has something to do with.
 OTHER_UNITS = (
     "cron.service",
+    # Its name on Enterprise Linux.
+    "crond.service",
     "docker.service",
     "nvidia-persistenced.service",
     "v100ctl-gateway.service",
@@ -740,6 +744,15 @@ def parse_rpm_list(output: str) -> "Document":
     return {"manager": "rpm", "installed": installed, "held": [], "half_configured": []}
 
 
+def parse_version_locks(content: str) -> "list[str]":
+    """The packages that dnf's plugin ``versionlock`` holds.
+
+    Its lines are ``NAME-EPOCH:VERSION-RELEASE.*``; with ``!`` before it they are what it forbids.
+    """
+    found = (re.match(r"(?![!#])(.+)-[0-9]+:[^-]+-[^-]+$", line.strip()) for line in content.splitlines())
+    return sorted({match.group(1) for match in found if match})
+
+
 def collect_packages(dpkg_status: str = "/var/lib/dpkg/status") -> "Document":
     """Installed packages, from dpkg's status file or through one `rpm -qa`."""
     try:
@@ -752,7 +765,9 @@ def collect_packages(dpkg_status: str = "/var/lib/dpkg/status") -> "Document":
         return parse_dpkg_status(raw)
     if os.path.isdir("/var/lib/rpm") or os.path.isdir("/usr/lib/sysimage/rpm"):
         form = r"%{NAME}\t%|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}\n"
-        return parse_rpm_list(run_command(["rpm", "-qa", "--qf", form], 10.0))
+        packages = parse_rpm_list(run_command(["rpm", "-qa", "--qf", form], 10.0))
+        packages["held"] = parse_version_locks(read_text(VERSION_LOCKS, ""))
+        return packages
     return {"manager": "", "installed": {}, "held": [], "half_configured": []}
 
 
@@ -1763,6 +1778,11 @@ def collect_kernels_installed(boot: str = "/boot", modules: str = "/lib/modules"
     return [text(name) for name in by_version(found)[-MAX_KERNELS:]]
 
 
+def collect_selinux(enforce: str = "/sys/fs/selinux/enforce") -> str:
+    """``enforcing`` or ``permissive``; empty where the kernel runs without SELinux."""
+    return {"1": "enforcing", "0": "permissive"}.get(read_text(enforce, ""), "")
+
+
 def collect_secure_boot(firmware: str = "/sys/firmware/efi") -> "bool | None":
     """Whether Secure Boot is on; ``None`` without EFI or where its variables are not to be seen (a container).
 
@@ -2653,6 +2673,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("kernel_headers", collect_kernel_headers),
         Task("kernels_installed", collect_kernels_installed),
         Task("secure_boot", collect_secure_boot),
+        Task("selinux", collect_selinux),
         Task("dkms", collect_dkms),
         Task("packages", collect_packages, limit_s=12.0),
         Task("apt_sources", collect_apt_sources),

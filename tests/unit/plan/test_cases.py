@@ -3,8 +3,9 @@
 ``facts.json`` is a probe's document, ``fleet.yml`` an inventory with one host, ``headers.yml`` (where there is one) says what is
 known of each model, by its path on the host: the name of a shape in ``tests/device/shapes.py`` or of a checkpoint below, a
 header as data, or a text that says why it could not be read. ``listings.yml`` has what model hubs said, by
-:func:`v100ctl.plan.models.listing_key`. ``expected.json`` has the verdict, every rule that refuses or warns
-with its severity, the rules that inform where they matter, words that its reasons must hold, and figures of instances.
+:func:`v100ctl.plan.models.listing_key`. ``controller.yml`` says which ansible-core the controller has. ``expected.json`` has the
+verdict, every rule that refuses or warns with its severity, the rules that inform where they matter, words that its reasons must
+hold, and figures of instances.
 
 A case can be tried by hand: ``v100ctl plan -i fleet.yml --offline --facts facts.json``.
 """
@@ -80,7 +81,9 @@ def decide(folder: Path) -> HostPlan:
     listings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     config = with_listings(config, {key: HubListing.model_validate(value) for key, value in listings.items()})
     facts = Facts.model_validate_json((folder / "facts.json").read_bytes())
-    return plan(name, config, facts, headers=headers(folder), as_of=AS_OF)
+    file = folder / "controller.yml"
+    controller = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return plan(name, config, facts, headers=headers(folder), as_of=AS_OF, **controller)
 
 
 @pytest.mark.parametrize("folder", CASES, ids=[path.name for path in CASES])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild
+from v100ctl.catalog import Catalog, Distribution, LlamaCppBuild, version_key
 from v100ctl.facts import Facts
+from v100ctl.fleet import HostConfig
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Model, Release, Rule
 
@@ -28,21 +29,18 @@ def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
             "distribution-unsupported",
             "refuse",
             f"{found} has no row in the catalog of {catalog.as_of}",
-            ", ".join(row.name for row in catalog.distributions if row.provisioned),
-        )
-    elif not distribution.provisioned:
-        yield Rule(
-            "distribution-unsupported",
-            "refuse",
-            f"{facts.distribution.name or distribution.name} cannot be set up by the roles: {distribution.reason}",
-            ", ".join(row.name for row in catalog.distributions if row.provisioned),
+            ", ".join(row.name for row in catalog.distributions),
         )
     elif distribution.tested == "rendered":
+        run = [row for row in catalog.distributions if row.tested == "run"]
+        # Where apt is, all but the names is what the tests run elsewhere.
+        strange = distribution.package_manager not in {row.package_manager for row in run}
         yield Rule(
             "distribution-untested",
-            "info",
-            f"{distribution.name}: package names were looked up, but this project's tests do not run there",
-            ", ".join(row.name for row in catalog.distributions if row.tested == "run"),
+            "warn" if strange else "info",
+            f"{distribution.name}: package names were looked up, but this project's tests do not run there"
+            + (f", nor anywhere else where {distribution.package_manager} is" if strange else ""),
+            ", ".join(row.name for row in run),
         )
     if facts.machine != "x86_64":
         yield Rule("machine-unsupported", "refuse", f"the machine is {facts.machine or 'unknown'}", "x86_64")
@@ -74,6 +72,24 @@ def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
                 f"{filesystem}, where engines lie, is on {found_at.mount}, which is mounted `noexec`",
                 f"`mount -o remount,exec {found_at.mount}`, and the same in /etc/fstab",
             )
+
+
+def controller_rules(facts: Facts, catalog: Catalog, ansible_core: str) -> Iterator[Rule]:
+    """Can the controller's Ansible work with the host's Python? ``ansible_core``: its version; empty where that is not known."""
+    row, python = catalog.ansible_core(ansible_core), facts.python.version
+    if row is None or not python or version_key(python) >= version_key(row.host_python_min):
+        return
+    able = [item for item in catalog.ansible_cores if version_key(python) >= version_key(item.host_python_min)]
+    older = able[-1] if able else None
+    yield Rule(
+        "ansible-core-too-new",
+        "refuse",
+        f"the host's Python is {python}; ansible-core {ansible_core} on the controller needs {row.host_python_min} there",
+        f"ansible-core {older.version}, which v100ctl's lock has for Python {older.controller_python_min}: "
+        f"`V100CTL_PYTHON=python{older.controller_python_min} ./v100ctl plan` in a checkout sets it up"
+        if older
+        else "a newer release of the distribution: no ansible-core that v100ctl runs with takes this Python",
+    )
 
 
 def space_rules(
@@ -135,6 +151,44 @@ def distribution_of(facts: Facts, catalog: Catalog) -> Distribution | None:
     return catalog.distribution(facts.distribution.id, facts.distribution.version_id)
 
 
+def _toolchain_rules(
+    config: HostConfig, facts: Facts, row: LlamaCppBuild, distribution: Distribution, catalog: Catalog, *, in_container: bool
+) -> Iterator[Rule]:
+    """Rules about the programs that compile."""
+    if in_container and distribution.package_manager != "apt":
+        yield Rule(
+            "build-container-unsupported",
+            "refuse",
+            f"`llama_cpp_build_on: container`: containers that compile are made of Debian and Ubuntu, not of {distribution.name}",
+            "`llama_cpp_build_on: first`, or a host of that distribution",
+        )
+        return
+    on_cards = config.llama_cpp_backend == "cuda"
+    needs = row.cmake_options.cuda_cmake_min if on_cards else row.cmake_options.cmake_min
+    version = ("" if in_container else facts.packages.installed.get("cmake")) or distribution.cmake
+    if version_key(version) < version_key(needs):
+        # What is compiled there runs here: its C library is not newer.
+        able = [
+            item.name
+            for item in catalog.distributions
+            if version_key(item.cmake) >= version_key(needs) and version_key(item.glibc) <= version_key(distribution.glibc)
+        ]
+        yield Rule(
+            "cmake-too-old",
+            "refuse",
+            f"{distribution.name} has CMake {version}; llama.cpp {row.build} needs {needs}"
+            + (" to compile for cards" if on_cards else ""),
+            f"`llama_cpp_build_on: HOST` with a host of {' or '.join(able)}" if able else "a newer release of the distribution",
+        )
+    if config.llama_cpp_ccache and distribution.ccache_package is None:
+        yield Rule(
+            "ccache-not-packaged",
+            "refuse",
+            f"`llama_cpp_ccache`: {distribution.name} itself has no package of ccache",
+            "`llama_cpp_ccache: false`, or `llama_cpp_build_on: HOST` with a host of another distribution",
+        )
+
+
 #: What one compiler may take at its peak (`JOB_MEMORY_BYTES` of the build script, which runs as many at once as memory allows).
 BUILD_JOB_BYTES = 2 * 1024**3
 
@@ -144,10 +198,22 @@ def memory_bytes(facts: Facts) -> int:
     return min(facts.memory.total_bytes, facts.memory.limit_bytes or facts.memory.total_bytes)
 
 
-def build_rules(releases: tuple[Release, ...], facts: Facts, *, builds_here: bool) -> Iterator[Rule]:
-    """Is there memory to compile what is missing?"""
+def build_rules(
+    config: HostConfig,
+    releases: tuple[Release, ...],
+    facts: Facts,
+    row: LlamaCppBuild | None,
+    catalog: Catalog,
+    *,
+    builds_here: bool,
+    in_container: bool,
+) -> Iterator[Rule]:
+    """Can what is missing be compiled here, or in a container of this distribution?"""
     compiled = [facts.release(release.path) for release in releases if release.engine == "llama_cpp"]
     missing = any(found is None or found.problem for found in compiled)
+    distribution = distribution_of(facts, catalog)
+    if missing and distribution is not None and row is not None and (builds_here or in_container):
+        yield from _toolchain_rules(config, facts, row, distribution, catalog, in_container=in_container)
     total_bytes = memory_bytes(facts)
     if builds_here and missing and 0 < total_bytes < BUILD_JOB_BYTES:
         yield Rule(

@@ -546,7 +546,7 @@ def vllm_release_rules(name: str, config: HostConfig, facts: Facts, row: VllmRow
         return
     python = vllm.host_python(facts)
     if python not in row.lock.pythons:
-        rows = [item for item in catalog.distributions if item.provisioned and item.python in row.lock.pythons]
+        rows = [item for item in catalog.distributions if item.python in row.lock.pythons]
         yield Rule(
             "vllm-python",
             "refuse",
