@@ -32,6 +32,9 @@ STAND_IN = """#!/bin/sh
 echo "${0##*/} $*" >> /root/calls
 case "${0##*/} $*" in
   "rpm --query gpg-pubkey") printf 'gpg-pubkey-7fa2af80-576db785\\ngpg-pubkey-3228467c-613798eb\\n' ;;
+  "rpm --query --all"*)
+    printf '%s 535.309.01\\n' nvidia-driver-cuda kmod-nvidia-latest-dkms nvidia-kmod-common nvidia-persistenced
+    printf 'nvidia-container-toolkit 1.17.4\\n' ;;
   dkms*) echo "nvidia/535.309.01, KERNEL, x86_64: installed" ;;
   lsinitrd*) echo "-rw-r--r--   1 root     root           32 Jan  1  1970 etc/modprobe.d/other.conf" ;;
 esac
@@ -43,6 +46,8 @@ def test_dnf_is_called_as_decided(fresh_lab_host: RunningHost, lab_inventory: Wr
     host = fresh_lab_host
     for name in ("dnf", "rpm", "dkms", "lsinitrd", "dracut"):
         put_file(host.container, f"/usr/local/sbin/{name}", STAND_IN.encode(), mode=0o755)
+    locks = "# Added lock\\n!nvidia-persistenced-3:580.82.07-1.el9.*\\nnvidia-kmod-common-3:535.309.01-1.el9.*\\n"
+    on_host(host, f"mkdir -p /etc/dnf/plugins && printf '{locks}' > /etc/dnf/plugins/versionlock.list")
     on_host(host, f"mkdir /srv/key && cp /usr/share/keyrings/{KEY} /srv/key/key.asc")
     on_host(host, "systemd-run --quiet --unit key python3 -m http.server --bind 127.0.0.1 --directory /srv/key 8099")
     facts = make_facts(
@@ -86,10 +91,16 @@ def test_dnf_is_called_as_decided(fresh_lab_host: RunningHost, lab_inventory: Wr
         "rpm --query gpg-pubkey",
         "rpm --erase gpg-pubkey-7fa2af80-576db785",
         "dnf --assumeyes install epel-release",
-        f"dnf --assumeyes install kernel-devel-{KERNEL} kernel-devel-matched",
+        f"dnf --assumeyes install kernel-devel-{KERNEL} kernel-devel-matched-{KERNEL}",
         "dnf --assumeyes module reset nvidia-driver",
         "dnf --assumeyes module enable nvidia-driver:535-dkms",
         "dnf --assumeyes install --allowerasing nvidia-driver-cuda kmod-nvidia-latest-dkms nvidia-persistenced nvidia-modprobe",
+        # The format ends with a line break.
+        "rpm --query --all --queryformat %{NAME} %{VERSION}",
+        " *nvidia* libcuda1* cuda-drivers*",
+        "dnf --assumeyes install python3-dnf-plugin-versionlock",
+        # What is locked already stays so, and what is no part of the driver is left alone.
+        "dnf --assumeyes versionlock add nvidia-driver-cuda kmod-nvidia-latest-dkms nvidia-persistenced",
         f"dkms status -k {KERNEL}",
         f"lsinitrd /boot/initramfs-{KERNEL}.img",
         f"dracut --force /boot/initramfs-{KERNEL}.img {KERNEL}",

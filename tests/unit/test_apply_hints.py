@@ -53,6 +53,8 @@ REAL = [
     ("apt-mark showhold", _APT + "E: Unable to correct problems, you have held broken packages."),
     ("apt-mark showhold", "Dependency is not satisfiable: nosuchdep"),
     ("sources do not offer it", "No package matching 'nopkg99' is available"),
+    # As the module has it in its source; no host with dnf was to be had.
+    ("CodeReady Linux Builder", "Failed to install some of the specified packages"),
     (
         "gone or not trusted",
         "Failed to update apt cache after 5 retries: W:Updating from such a repository can't be done securely, and is therefore "

@@ -200,6 +200,22 @@ def test_names_of_hosts_and_files_are_no_markup(capsys: pytest.CaptureFixture[st
     assert "/srv/[red]x[/y].gguf" in text
 
 
+def test_a_plan_counts_on_the_ansible_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    from v100ctl.examine import decide
+    from v100ctl.fleet import FleetHost
+
+    from .factory import AS_OF, make_config, make_facts
+
+    facts = make_facts(python={"version": "3.8.10", "executable": "/usr/bin/python3"})
+    for version, refused in (("2.19.14", False), ("2.21.5", True)):
+        monkeypatch.setattr(importlib.metadata, "version", {"ansible-core": version}.__getitem__)
+        plan = decide(FleetHost("h1", {}, make_config()), None, facts, as_of=AS_OF).plan
+        assert plan is not None
+        assert ("ansible-core-too-new" in {rule.id for rule in plan.rules}) == refused
+
+
 def test_what_a_host_said_cannot_drive_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import v100ctl.cli.options as options
     from v100ctl.errors import V100ctlError

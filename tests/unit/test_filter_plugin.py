@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -53,6 +54,12 @@ class Lazy(Mapping[str, Any]):
 
 def test_plan_is_that_of_the_command_line(filters: Mapping[str, Any]) -> None:
     assert filters["v100ctl_plan"](Lazy(), BARE_FACTS, AS_OF.isoformat()) == make_plan().to_role_variables()
+
+
+def test_the_plan_knows_which_ansible_carries_it_out(filters: Mapping[str, Any]) -> None:
+    facts = {**BARE_FACTS, "python": {"version": "3.7.3", "executable": "/usr/bin/python3"}}
+    (refusal,) = filters["v100ctl_plan"](Lazy(), facts, AS_OF.isoformat())["refusals"]
+    assert f"ansible-core {importlib.metadata.version('ansible-core')} on the controller" in refusal
 
 
 def test_plan_is_for_today_where_no_day_is_given(filters: Mapping[str, Any]) -> None:

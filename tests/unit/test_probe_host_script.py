@@ -672,6 +672,21 @@ def test_rpm_list() -> None:
     }
 
 
+def test_what_dnf_holds() -> None:
+    """The lines that its plugin writes, with what people add by hand."""
+    content = """\
+
+# Added lock on Mon Nov 30 09:00:00 2026
+kmod-nvidia-latest-dkms-3:535.309.01-1.el9.*
+nvidia-driver-cuda-3:535.309.01-1.el9.*
+nvidia-driver-cuda-3:535.288.01-1.el9.*
+# Added exclude on Mon Nov 30 09:00:00 2026
+!nvidia-persistenced-3:580.82.07-1.el9.*
+*nvidia*580*
+"""
+    assert script.parse_version_locks(content) == ["kmod-nvidia-latest-dkms", "nvidia-driver-cuda"]
+
+
 def test_a_lock_is_shown_with_its_holder(tmp_path: Path) -> None:
     free, taken, missing = tmp_path / "free", tmp_path / "taken", tmp_path / "missing"
     free.touch()
@@ -1923,6 +1938,13 @@ def test_secure_boot(tmp_path: Path, variables: dict[str, bytes] | None, expecte
         for name, value in variables.items():
             (tmp_path / "efivars" / name).write_bytes(value)
     assert script.collect_secure_boot(str(tmp_path)) is expected
+
+
+@pytest.mark.parametrize(("content", "state"), [("1", "enforcing"), ("0\n", "permissive"), ("", ""), (None, ""), ("2", "")])
+def test_selinux(tmp_path: Path, content: str | None, state: str) -> None:
+    if content is not None:
+        (tmp_path / "enforce").write_text(content)
+    assert script.collect_selinux(str(tmp_path / "enforce")) == state
 
 
 @pytest.mark.parametrize("value", [b"", b"\6\0\0\0", b"\6\0\0\0\7", b"x" * 1000])

@@ -79,6 +79,11 @@ HINTS: tuple[HintRow, ...] = (
         "then run `apt-get update`",
     ),
     _row(
+        (r"failed to install some of the specified packages",),
+        "the host's repositories do not offer it: see `dnf repolist --all` there; `ninja-build` is in CodeReady Linux Builder "
+        "(`crb`), which a host of Red Hat's own has by its subscription",
+    ),
+    _row(
         (r"the repository '.*' (?:is not signed|does not have a release file)", r"\bNO_PUBKEY\b"),
         "one of the host's package sources is gone or not trusted: correct or remove it in `/etc/apt/sources.list.d`, "
         "then run `apt-get update` there",
