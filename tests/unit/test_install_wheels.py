@@ -170,3 +170,23 @@ def test_only_what_pip_may_need_is_passed_on() -> None:
         assert program.PASSED_ON.fullmatch(name)
     for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "HF_TOKEN", "PATH"):
         assert not program.PASSED_ON.fullmatch(name)
+
+
+@pytest.mark.parametrize("place", ["first", "second", "python/_bundled"])
+def test_the_distributions_own_pip_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Debian and Enterprise Linux keep it in folders of their own, Python's own installation beside itself."""
+    assert set(program.WHEEL_FOLDERS) == {"/usr/share/python-wheels", "/usr/share/python3-wheels"}
+    monkeypatch.setattr(program, "WHEEL_FOLDERS", (str(tmp_path / "first"), str(tmp_path / "second")))
+    interpreter = tmp_path / "python3"
+    interpreter.write_text(f"#!/bin/sh\nprintf '21.3.1\\n{tmp_path}/python\\n'\n")
+    interpreter.chmod(0o755)
+    asked = {"path": str(tmp_path / "release"), "interpreter": str(interpreter)}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    (tmp_path / "requirements.txt").write_text("")
+    installation = program.Installation(tmp_path)
+    with pytest.raises(program.InstallError, match=r"no `pip-21\.3\.1-py3-none-any\.whl` on this host"):
+        installation.pip_wheel()
+    wheel = tmp_path / place / "pip-21.3.1-py3-none-any.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    assert installation.pip_wheel() == wheel

@@ -39,6 +39,8 @@ from typing import Any, Dict, Iterator, List, Mapping, NoReturn, Optional, Seque
 RELEASE_SCHEMA = "v100ctl/release/1"
 MANIFEST = "manifest.json"
 MIB = 1024**2
+#: Where distributions keep the wheels that new environments get: Debian and Fedora, Enterprise Linux.
+WHEEL_FOLDERS = ("/usr/share/python-wheels", "/usr/share/python3-wheels")
 #: Packages that one call of pip fetches: fewer calls start faster, more of them lose less when the line breaks.
 BATCH = 8
 LOG_TAIL_LINES = 30
@@ -393,7 +395,7 @@ class Installation:
         except (OSError, subprocess.CalledProcessError, ValueError) as error:
             raise InstallError("there is no pip for new environments on this host", "install python3-venv") from error
         name = f"pip-{version}-py3-none-any.whl"
-        for path in (Path("/usr/share/python-wheels", name), Path(folder, "_bundled", name)):
+        for path in (Path(place, name) for place in (*WHEEL_FOLDERS, f"{folder}/_bundled")):
             if path.is_file():
                 return path
         raise InstallError(f"there is no `{name}` on this host", "install python3-venv")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from v100ctl.catalog import Catalog, Distribution
+from v100ctl.catalog import Catalog, Distribution, version_key
 from v100ctl.catalog.hardware import CudaRow, PackageSource
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig
@@ -245,7 +245,17 @@ def _source_rules(config: HostConfig, row: CudaRow, distribution: Distribution, 
             machine_code = ";".join(f"{name.split('-')[0]}-real" for name in config.llama_cpp_cuda_architectures.split(";"))
             nearest += f' with `llama_cpp_cuda_architectures: "{machine_code}"`'
     else:
-        nearest = "`llama_cpp_build_on: HOST` with a host of another distribution that has the toolkit"
+        # One whose packages are called the same, and whose C library is not newer.
+        makers = [
+            item.name
+            for item in catalog.distributions
+            if item.package_manager == distribution.package_manager
+            and version_key(item.glibc) <= version_key(distribution.glibc)
+            and catalog.toolkits_for(item.id, item.version_id, "7.0")
+        ]
+        nearest = (
+            f"`llama_cpp_build_on: HOST` with a host of {' or '.join(makers) or 'another distribution that has the toolkit'}"
+        )
     yield Rule(
         "cuda-not-packaged",
         "refuse",
