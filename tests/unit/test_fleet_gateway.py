@@ -102,9 +102,20 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
         llm_server_allow_unauthenticated=True,
         gateway_address="gpu1.example",
     )
-    text = text_of(decide({"gpu1": (variables, secure)}, gateway_server_ca="/etc/ssl/ca.pem"))
+    own = decide({"gpu1": (variables, secure)}, gateway_server_ca="/etc/ssl/ca.pem")
+    assert own.packages == ("haproxy",)
+    text = text_of(own)
     assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 ssl verify required" in text
     assert "ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
+    # Else what the front's own distribution trusts: HAProxy's word for that is not known to 2.2.
+    for name, version, bundle in (
+        ("debian", "11", "/etc/ssl/certs/ca-certificates.crt"),
+        ("rocky", "9.6", "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem"),
+    ):
+        facts = make_facts(distribution={"id": name, "version_id": version, "name": name})
+        decided = decide({"gpu1": (variables, secure)}, facts)
+        assert f"ca-file {bundle} verifyhost gpu1.example\n" in text_of(decided)
+        assert decided.packages == ("haproxy", "ca-certificates")
 
 
 def test_a_server_that_was_taken_out_is_found_by_host() -> None:

@@ -310,6 +310,7 @@ class Distribution(Row):
         toolchain_repository: A repository that has some of ``toolchain_packages`` and that the release does not enable by itself,
             by ``ID`` of ``os-release``. It is asked in the one call that installs them, and stays as it is.
         ccache_package: ``None`` where the release itself has none.
+        ca_bundle: The file in which ``ca-certificates`` has the authorities that the host trusts.
         python_packages: What an engine written in Python needs: virtual environments, and a C compiler with the headers of Python
             and of the C library for the kernels that Triton compiles while it runs.
         cron_package, cron_unit: What runs the files in ``/etc/cron.d``, and its unit.
@@ -336,6 +337,7 @@ class Distribution(Row):
     toolchain_repository: Mapping[str, str] = Field(default_factory=dict)
     ccache_package: str | None = "ccache"
     runtime_packages: tuple[str, ...]
+    ca_bundle: str
     python_packages: tuple[str, ...]
     cron_package: str
     cron_unit: str

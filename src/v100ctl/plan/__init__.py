@@ -152,9 +152,10 @@ def plan(
     unused = unused_models(models, facts)
     care, care_files, care_packages = upkeep.decide_upkeep(host, config, facts, planner.specs, planner.instances, catalog)
     if config.gateway_placement == "fleet":
-        front, front_files = fleet_gateway.decide(config)
+        front, front_files, front_packages = fleet_gateway.decide(config, distribution)
     else:
         front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
+        front_packages = (gateway.PACKAGE,) if front and front.state == "started" else ()
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -198,7 +199,7 @@ def plan(
             rules=tuple(rules),
             packages=(
                 *_packages(distribution, present),
-                *((gateway.PACKAGE,) if front and front.state == "started" else ()),
+                *front_packages,
                 *care_packages,
             ),
             directories=_directories(),

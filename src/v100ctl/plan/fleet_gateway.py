@@ -13,11 +13,14 @@ from typing import Any
 
 import yaml
 
+from v100ctl.catalog import Distribution
 from v100ctl.fleet import GatewayServer, HostConfig
-from v100ctl.plan.gateway import UNIT, address_of, haproxy_files
+from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
 
+#: Has the authorities that the host trusts, under this name everywhere.
+CA_PACKAGE = "ca-certificates"
 #: Ways to print the servers for those who have a gateway of their own.
 OUTPUTS = ("nginx", "litellm", "prometheus")
 
@@ -63,11 +66,14 @@ def _port(config: HostConfig, instance: str, servers: Sequence[GatewayServer]) -
     return config.gateway_ports.get(instance) or servers[0].port
 
 
-def decide(config: HostConfig) -> tuple[GatewayDecision | None, tuple[ManagedFile, ...]]:
-    """The gateway of the fleet, and its files; ``None`` where it has no server."""
+def decide(
+    config: HostConfig, distribution: Distribution | None
+) -> tuple[GatewayDecision | None, tuple[ManagedFile, ...], tuple[str, ...]]:
+    """The gateway of the fleet, its files, and the packages that it needs; ``None`` where it has no server."""
     servers = fronts_of(config)
     if not servers:
-        return None, ()
+        return None, (), ()
+    certified = any(server.tls for server in config.gateway_servers) and not config.gateway_server_ca
     fronts = tuple(
         GatewayFront(
             instance=name,
@@ -82,11 +88,12 @@ def decide(config: HostConfig) -> tuple[GatewayDecision | None, tuple[ManagedFil
         "fronts": [(front, [_line(server) for server in servers[front.instance]]) for front in fronts],
         "wait_s": config.gateway_wait_s,
         "certificate": config.gateway_tls_certificate,
-        "server_ca": config.gateway_server_ca or "@system-ca",
+        # HAProxy's own word for it, `@system-ca`, is not known to 2.2.
+        "server_ca": config.gateway_server_ca or (distribution.ca_bundle if distribution else ""),
         "stats_port": config.gateway_stats_port,
     }
     digest, files = haproxy_files("gateway/fleet.cfg.j2", values)
-    return GatewayDecision(UNIT, "started", digest, fronts), files
+    return GatewayDecision(UNIT, "started", digest, fronts), files, (PACKAGE, *((CA_PACKAGE,) if certified else ()))
 
 
 def _line(server: GatewayServer) -> dict[str, Any]:
