@@ -26,6 +26,7 @@ from v100ctl.plan.rules.card_state import state_rules
 from v100ctl.plan.rules.engine import engine_rules
 from v100ctl.plan.rules.external import (
     argv_missing_rule,
+    label_rules,
     memory_rule,
     misplaced_engine_rule,
     needs_rules,
@@ -429,6 +430,7 @@ class Planner:
         if spec.keys and "api_keys_file" not in engine.names:
             self.instance_verdicts.append(keyless_engine_rule(name, engine.name, gateway=self.config.gateway_placement == "host"))
         release = external.build_release(engine)
+        self.instance_verdicts += label_rules(name, release, self.facts)
         if release not in self.releases:
             self.releases = (*self.releases, release)
         chosen = self._chosen.get(name, ())

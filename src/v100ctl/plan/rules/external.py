@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from v100ctl.catalog import Catalog
 from v100ctl.catalog.rows import version_key
+from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec, names_a_secret
 from v100ctl.plan.external import Engine, Needs, unused_settings
-from v100ctl.plan.types import Rule
+from v100ctl.plan.types import Release, Rule
 
 
 def unknown_engine_rule(name: str, spec: InstanceSpec, config: HostConfig) -> Rule:
@@ -158,6 +159,19 @@ def needs_rules(name: str, needs: Needs, *, driver: str, glibc: str, catalog: Ca
             "refuse",
             f"{needs.title} is linked with glibc {needs.glibc}; the host has {glibc}",
             f"a distribution with glibc {needs.glibc} or newer",
+            instance=name,
+        )
+
+
+def label_rules(name: str, release: Release, facts: Facts) -> Iterator[Rule]:
+    """Will systemd start its program where SELinux decides that by the labels of files?"""
+    program = next(iter(release.build["programs"]), "")
+    if facts.selinux == "enforcing" and program and "bin" not in program.split("/")[:-1]:
+        yield Rule(
+            "external-program-label",
+            "warn",
+            f"SELinux labels as programs what lies in a folder `bin`; `{program}` does not, so systemd may not start it",
+            f"an archive with the program as `bin/{program.rpartition('/')[2]}`",
             instance=name,
         )
 
