@@ -85,8 +85,8 @@ def controller_rules(facts: Facts, catalog: Catalog, ansible_core: str) -> Itera
         "ansible-core-too-new",
         "refuse",
         f"the host's Python is {python}; ansible-core {ansible_core} on the controller needs {row.host_python_min} there",
-        f"ansible-core {older.version}, which v100ctl's lock has for Python {older.controller_python_min}: "
-        f"`V100CTL_PYTHON=python{older.controller_python_min} ./v100ctl plan` in a checkout sets it up"
+        f"ansible-core {older.version}, which v100ctl's lock has for Python {older.controller_python_min}: in a checkout "
+        f"`rm -r .venv`, then `V100CTL_PYTHON=python{older.controller_python_min} ./v100ctl plan`"
         if older
         else "a newer release of the distribution: no ansible-core that v100ctl runs with takes this Python",
     )
