@@ -100,7 +100,7 @@ def test_dnf_is_called_as_decided(fresh_lab_host: RunningHost, lab_inventory: Wr
         " *nvidia* libcuda1* cuda-drivers*",
         "dnf --assumeyes install python3-dnf-plugin-versionlock",
         # What is locked already stays so, and what is no part of the driver is left alone.
-        "dnf --assumeyes versionlock add nvidia-driver-cuda kmod-nvidia-latest-dkms nvidia-persistenced",
+        "dnf --assumeyes versionlock add kmod-nvidia-latest-dkms nvidia-driver-cuda nvidia-persistenced",
         f"dkms status -k {KERNEL}",
         f"lsinitrd /boot/initramfs-{KERNEL}.img",
         f"dracut --force /boot/initramfs-{KERNEL}.img {KERNEL}",
