@@ -104,6 +104,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_models(plan, facts, applied),
         *_directories(plan, facts, applied),
         *_files(plan, facts, applied),
+        *_adoptions(plan),
         *_units(plan, facts, applied),
         *_processes(plan, facts, applied),
         *_services(plan, facts),
@@ -417,6 +418,23 @@ def _file(file: ManagedFile, facts: Facts, applied: Applied, *, is_record: bool,
     if wanted != actual:
         before = f"{record.get('owner')}:{record.get('group')} {record.get('mode')}" if record else ""
         yield finding("mode", "pending" if actual == before else "drifted", wanted, actual)
+
+
+def _adoptions(plan: HostPlan) -> Iterator[Finding]:
+    """Servers of others that are stopped for one of ours, since the inventory says so."""
+    for item in plan.adoptions:
+        what = item.unit or f"pid {item.pid}"
+        yield Finding(
+            f"process.hand-run:{what}",
+            "pending",
+            "process",
+            "llm_server",
+            f"{item.where} is free for {item.instance}",
+            f"`{item.command}` of {item.user or 'somebody'}" + (f", unit {item.unit}" if item.unit else ""),
+            "warn",
+            _PROVISION,
+            item.instance,
+        )
 
 
 def _units(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:

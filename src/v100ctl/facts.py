@@ -440,6 +440,45 @@ class Listener(_Facts):
     unit: str = ""
 
 
+class Container(_Facts):
+    """The container that a process is in, or that it forwards a port to. ``restarts``: its engine starts it anew by itself."""
+
+    runtime: str = ""
+    id: str = ""
+    name: str = ""
+    image: str = ""
+    restarts: bool = False
+    argv: tuple[str, ...] = ()
+
+
+class Occupant(_Facts):
+    """A process that is not ours and is where an instance shall be: on a port that was asked about, or on a card.
+
+    ``argv`` and ``environ`` (of variables that decide what a server of models does) are without secrets; ``start_ticks`` and
+    ``command_digest`` (of the whole command line, with :attr:`Facts.secret_salt`) tell it from another one with its number.
+    ``unit``: the service whose control group it is in, of the user manager of ``unit_user`` where that is not empty.
+    ``is_main``: it is that unit's main process or one that this has started. ``session``: the login that it came from.
+    ``ancestors``: names of those who started it, nearest first.
+    """
+
+    pid: int
+    start_ticks: int = 0
+    command_digest: str = ""
+    argv: tuple[str, ...] = ()
+    environ: dict[str, str] = Field(default_factory=dict)
+    user: str = ""
+    working_directory: str = ""
+    ports: tuple[int, ...] = ()
+    unit: str = ""
+    unit_user: str = ""
+    unit_file_state: str = ""
+    unit_path: str = ""
+    is_main: bool = False
+    session: str = ""
+    ancestors: tuple[str, ...] = ()
+    container: Container | None = None
+
+
 class GatewayServer(_Facts):
     """How the gateway sees an instance: HAProxy's word for it (``UP``, ``DOWN``, ``DRAIN``, ``MAINT``), and its requests."""
 
@@ -539,6 +578,7 @@ class Facts(_Facts):
     units: dict[str, UnitFacts] = Field(default_factory=dict)
     processes: tuple[ProcessFacts, ...] = ()
     listeners: tuple[Listener, ...] = ()
+    occupants: tuple[Occupant, ...] = ()
     health: dict[str, HealthFacts] = Field(default_factory=dict)
     identity: dict[str, Identity] = Field(default_factory=dict)
     #: By instance.
@@ -553,6 +593,10 @@ class Facts(_Facts):
     def release(self, path: str) -> ReleaseFacts | None:
         """The release at ``path``, or ``None``."""
         return next((release for release in self.releases if release.path == path), None)
+
+    def occupant(self, pid: int | None) -> Occupant | None:
+        """What is known of the process ``pid`` of somebody else, or ``None``."""
+        return next((occupant for occupant in self.occupants if occupant.pid == pid), None)
 
     def process_of(self, unit: str) -> ProcessFacts | None:
         """The main process of ``unit``, or ``None`` when it does not run."""
@@ -577,6 +621,8 @@ class ProbeRequest(BaseModel):
     health: dict[str, str] = Field(default_factory=dict)
     #: Instances to ask for the models that they have: name -> URL on the host itself.
     identity: dict[str, str] = Field(default_factory=dict)
+    #: Ports on which nobody else shall listen.
+    ports: tuple[int, ...] = ()
     #: Accounts to look up.
     accounts: tuple[str, ...] = ("v100",)
     #: Hash releases and models instead of trusting size and mtime.

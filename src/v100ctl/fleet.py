@@ -773,6 +773,7 @@ class HostConfig(BaseModel):
     gateway_stats_port: int = Field(ge=0, le=65535)
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
+    llm_server_adopt: tuple[Annotated[str, Field(pattern=r"^([^\s/]+/)?[a-z0-9-]+$")], ...]
 
     @field_validator("llama_cpp_patches", mode="before")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -19,6 +20,7 @@ from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.locks import exclusive
 from v100ctl.paths import state_dir
+from v100ctl.plan.adoption import ADOPTED
 from v100ctl.plan.keys import first_keys
 from v100ctl.plan.types import describe, plain_data
 from v100ctl.probe import HostKeyQuestion, PythonMissingError, install_python, open_session
@@ -41,6 +43,8 @@ class HostResult:
     proofs: Mapping[str, Completion] = field(default_factory=dict)
     #: The roles that ran where not all of them were to; empty else.
     roles: tuple[str, ...] = ()
+    #: Servers of others that this run has stopped, as the host has recorded it: with what brings each back.
+    adopted: tuple[Mapping[str, Any], ...] = ()
 
 
 def fixable(finding: Finding) -> bool:
@@ -339,7 +343,8 @@ def _after_apply(
         with reporter.phase("probing again"):
             after = examine([fleet.hosts[name] for name in good], access, as_of=as_of)
         for name in good:
-            results[name] = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
+            result = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
+            results[name] = replace(result, adopted=adopted_since(before[name], after[name]))
     return results
 
 
@@ -355,6 +360,40 @@ def _verdict_after(name: str, state: Examined, reporter: Reporter, *, changed: b
         return HostResult("changed" if changed else "unchanged", state)
     _report_failure(reporter, name, result)
     return result
+
+
+def adopted_since(before: Examined, after: Examined) -> tuple[Mapping[str, Any], ...]:
+    """What a host's record of adopted servers has that it had not before."""
+    known = _adopted(before)
+    return tuple(entry for entry in _adopted(after) if entry not in known)
+
+
+def _adopted(state: Examined) -> list[Mapping[str, Any]]:
+    found = state.facts.files.get(ADOPTED) if state.facts else None
+    try:
+        document = json.loads(found.content or "") if found else {}
+    except ValueError:
+        return []
+    entries = document.get("adopted") if isinstance(document, dict) else None
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+
+
+def adopting(fleet: Fleet, instances: Sequence[tuple[str, str]]) -> tuple[Fleet, Mapping[str, Any]]:
+    """The fleet whose named instances (host, name) take the place of what is there, and the same as a variable for Ansible."""
+    if not instances:
+        return fleet, {}
+    named = [f"{host}/{name}" for host, name in instances]
+    named += [
+        entry if "/" in entry else f"{host.name}/{entry}"
+        for host in fleet.hosts.values()
+        for entry in host.config.llm_server_adopt
+    ]
+    adopt = tuple(dict.fromkeys(named))
+    hosts = {
+        name: replace(host, config=host.config.model_copy(update={"llm_server_adopt": adopt}))
+        for name, host in fleet.hosts.items()
+    }
+    return replace(fleet, hosts=hosts), {"llm_server_adopt": list(adopt)}
 
 
 def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
@@ -379,7 +418,7 @@ def _prove(name: str, result: HostResult, reporter: Reporter) -> HostResult:
                     api_key=keys.get(instance.name),
                 )
     except V100ctlError as error:
-        failed = HostResult("failed", result.examined, error.message, error.hint, proofs, result.roles)
+        failed = HostResult("failed", result.examined, error.message, error.hint, proofs, result.roles, result.adopted)
         _report_failure(reporter, name, failed)
         return failed
-    return HostResult(result.status, result.examined, proofs=proofs, roles=result.roles)
+    return HostResult(result.status, result.examined, proofs=proofs, roles=result.roles, adopted=result.adopted)

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from v100ctl.facts import Facts, Gpu, ProcessFacts
 from v100ctl.findings import Finding, FindingSeverity, Layer
-from v100ctl.plan import driver_actions, gateway, tuning
+from v100ctl.plan import adoption, driver_actions, gateway, tuning
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import HostPlan, Instance
 from v100ctl.plan.units import DEVICES_UNIT
@@ -38,7 +38,7 @@ def around(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
         if process is not None:
             yield from _process(instance, process, facts)
             yield from _service(instance, process, facts)
-        yield from _port(instance, facts)
+        yield from _port(plan, instance, facts)
     yield from _cards(plan, facts)
 
 
@@ -242,20 +242,31 @@ def _service(instance: Instance, process: ProcessFacts, facts: Facts) -> Iterato
             )
 
 
-def _port(instance: Instance, facts: Facts) -> Iterator[Finding]:
+def _port(plan: HostPlan, instance: Instance, facts: Facts) -> Iterator[Finding]:
+    leaving = {item.pid for item in plan.adoptions}
     for listener in facts.listeners:
-        if listener.port != instance.port or listener.unit == instance.unit:
+        if listener.port != instance.port or listener.unit == instance.unit or listener.pid in leaving:
             continue
         # One of another address is in nobody's way.
         if instance.listen in _ANYWHERE or listener.address in (*_ANYWHERE, instance.listen):
             who = f"`{listener.command or '?'}`" + (f" of {listener.unit}" if listener.unit else "")
+            occupant = facts.occupant(listener.pid)
+            who = adoption.who(occupant) if occupant else who
+            kept = adoption.stays(occupant) if occupant else None
             yield _external(
                 f"service.port-taken:{instance.name}",
                 "service",
                 "llm_server",
                 f"{instance.unit} on port {instance.port}",
                 f"{who} on {listener.address}:{listener.port}",
-                f"end it on the host (pid {listener.pid or 'unknown'}), or another `port` in the inventory",
+                (
+                    f"end it on the host (pid {listener.pid or 'unknown'})"
+                    if occupant is None
+                    else kept[1]
+                    if kept
+                    else f"`v100ctl provision --adopt {plan.host}/{instance.name}` stops it"
+                )
+                + ", or another `port` in the inventory",
                 severity="error",
                 instance=instance.name,
             )
@@ -267,7 +278,7 @@ def _cards(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     for gpu in facts.gpus:
         key = gpu.uuid or gpu.pci_address
         severity: FindingSeverity = "error" if key in used else "warn"
-        yield from _users(plan, gpu, key, severity)
+        yield from _users(plan, facts, gpu, key, severity)
         core, memory = gpu.temperature_c or 0, gpu.memory_temperature_c or 0
         slowed = gpu.throttle_reasons is not None and any("thermal" in reason for reason in gpu.throttle_reasons)
         # One that is slowed already is told by its own finding.
@@ -291,10 +302,11 @@ def _cards(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
             )
 
 
-def _users(plan: HostPlan, gpu: Gpu, key: str, severity: FindingSeverity) -> Iterator[Finding]:
+def _users(plan: HostPlan, facts: Facts, gpu: Gpu, key: str, severity: FindingSeverity) -> Iterator[Finding]:
     ours = {unit.name for unit in plan.units}
+    leaving = {item.pid for item in plan.adoptions}
     programs = {PurePosixPath(instance.argv[0]).name for instance in plan.instances}
-    others = [process for process in gpu.processes if process.unit not in ours]
+    others = [process for process in gpu.processes if process.unit not in ours and process.pid not in leaving]
     orphans = [item for item in others if not item.unit and set(re.split(r"[\s/]", item.command)) & programs]
     foreign = [item for item in others if item not in orphans]
     for what, found, expected in (
@@ -302,7 +314,11 @@ def _users(plan: HostPlan, gpu: Gpu, key: str, severity: FindingSeverity) -> Ite
         ("foreign-process", foreign, "no program of others on the card"),
     ):
         if found:
-            who = ", ".join(f"`{item.command or '?'}` (pid {item.pid})" for item in found[:5])
+            known = {item.pid: facts.occupant(item.pid) for item in found[:5]}
+            who = ", ".join(
+                adoption.who(occupant) if (occupant := known[item.pid]) else f"`{item.command or '?'}` (pid {item.pid})"
+                for item in found[:5]
+            )
             used_bytes = sum(item.memory_bytes or 0 for item in found)
             yield _external(
                 f"gpu.{what}:{key}",

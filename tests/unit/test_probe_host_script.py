@@ -99,6 +99,7 @@ def test_unknown_and_odd_parts_of_a_request_are_ignored() -> None:
         "accounts": [],
         "health": {},
         "identity": {},
+        "ports": [],
         "deep": False,
     }
 

@@ -27,6 +27,28 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
+adopt_option = click.option(
+    "--adopt",
+    multiple=True,
+    metavar="HOST/NAME",
+    help="Let this instance take the place of the server that somebody runs by hand on its port or card: that is stopped.",
+)
+
+
+def adopting_from_cli(fleet: Fleet, instances: tuple[str, ...]) -> tuple[Fleet, dict[str, Any]]:
+    """The fleet with what ``--adopt`` says, and the same as variables for Ansible.
+
+    Raises:
+        InventoryError: there is no such instance.
+    """
+    from v100ctl.cli.bench import find_instance
+    from v100ctl.provision import adopting
+
+    found = [find_instance(fleet, text) for text in instances]
+    fleet, variables = adopting(fleet, [(host.name, name) for host, name in found])
+    return fleet, dict(variables)
+
+
 drain_limit_option = click.option(
     "--drain-limit",
     "drain_limit_s",

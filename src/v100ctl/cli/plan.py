@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
+from v100ctl.cli.options import (
+    HostOptions,
+    adopt_option,
+    adopting_from_cli,
+    format_option,
+    host_options,
+    output_options,
+    today,
+    write_output,
+    write_table,
+)
 from v100ctl.errors import UsageError, V100ctlError
 
 if TYPE_CHECKING:
@@ -51,6 +61,7 @@ if TYPE_CHECKING:
     help="With --explain-command: a build of llama.cpp or a version of vLLM, else what the inventory pins.",
 )
 @click.option("--gpu", metavar="NAME", help="With --explain-command: the card, such as V100-SXM2-16GB.")
+@adopt_option
 @format_option("table", "json")
 @output_options
 def command(
@@ -61,6 +72,7 @@ def command(
     explained: str | None,
     engine_versions: tuple[str, ...],
     gpu: str | None,
+    adopt: tuple[str, ...],
     output_format: str,
     output: Path | None,
     no_color: bool,
@@ -96,7 +108,7 @@ def command(
         raise click.UsageError("--engine-version and --gpu belong to --explain-command")
     if offline != (facts_file is not None):
         raise click.UsageError("--offline and --facts FILE belong together")
-    fleet = hosts.fleet()
+    fleet, _ = adopting_from_cli(hosts.fleet(), adopt)
     as_of = today()
     if model_headers and facts_file is None:
         raise click.UsageError("--model-header belongs to --offline: otherwise the header is read from where the model lies")

@@ -10,7 +10,16 @@ import click
 import yaml
 from click.core import ParameterSource
 
-from v100ctl.cli.options import HostOptions, host_options, output_options, today, verbosity_option, write_table
+from v100ctl.cli.options import (
+    HostOptions,
+    adopt_option,
+    adopting_from_cli,
+    host_options,
+    output_options,
+    today,
+    verbosity_option,
+    write_table,
+)
 from v100ctl.errors import InventoryError, UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +54,7 @@ _WITHOUT_INVENTORY = {
     metavar="KEY=VALUE",
     help="Without an inventory: one of its settings, such as context_length=8192.",
 )
+@adopt_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @output_options
 @verbosity_option
@@ -60,6 +70,7 @@ def command(
     name: str,
     port: int,
     settings: tuple[str, ...],
+    adopt: tuple[str, ...],
     as_json: bool,
     no_color: bool,
     verbosity: int,
@@ -97,6 +108,7 @@ def command(
         if backend is not None:
             variables["llama_cpp_backend"] = backend
         fleet = adhoc_fleet(targets, variables)
+    fleet, extra = adopting_from_cli(fleet, adopt)
     access = hosts.access()
 
     def confirm(question: str) -> bool:
@@ -113,6 +125,7 @@ def command(
             force=force,
             confirm=confirm,
             verbosity=verbosity,
+            variables=extra,
         )
     finally:
         reporter.close()
@@ -179,6 +192,7 @@ def result_document(result: ProvisionResult) -> dict[str, Any]:
             name: {
                 "status": host.status,
                 "message": host.message,
+                "adopted": [dict(entry) for entry in host.adopted],
                 "changes": [finding.id for finding in host.examined.changes] if host.status == "would-change" else [],
                 "proofs": {
                     instance: {
@@ -199,6 +213,7 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
     """One block a host on stdout."""
     from rich.text import Text
 
+    from v100ctl.apply.reporter import clean_line
     from v100ctl.cli.show import console, print_changes, shorten
 
     out = console(no_color=no_color)
@@ -207,6 +222,10 @@ def print_result(result: ProvisionResult, *, no_color: bool) -> None:
             out.print(Text.assemble((name, "bold"), f"  {host.status}"))
             if host.status == "would-change":
                 print_changes(out, host.examined)
+            for entry in host.adopted:
+                what = entry.get("unit") or f"pid {entry.get('pid')}"
+                out.print(Text(clean_line(f"  stopped {what} for {entry.get('instance')}: {entry.get('command')}")))
+                out.print(Text(clean_line(f"    what brings it back: {entry.get('undo')}")))
             for instance, proof in host.proofs.items():
                 speed = f"{proof.tokens_per_second:.1f} tokens/s" if proof.tokens_per_second else f"{proof.tokens} tokens"
                 out.print(Text(f"  {instance} answers: {shorten(proof.text, 70)!r} ({speed})"))

@@ -27,7 +27,7 @@ from v100ctl.fleet import (
     with_servers,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import driver_actions, external, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
+from v100ctl.plan import adoption, driver_actions, external, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -89,7 +89,9 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
             *gateway.FILES,
             *units.FILES,
             *upkeep.FILES,
+            adoption.ADOPTED,
         ),
+        ports=tuple(sorted({port for spec in present.values() for port in (spec.port, gateway.behind(spec, config).port)})),
         health={
             name: local_url(gateway.behind(spec, config), path)
             for name, spec in present.items()
@@ -170,7 +172,7 @@ def plan(
         *fleet_of_one_rules(config),
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *gateway.host_rules(config, facts, distribution),
-        *gateway.gateway_rules(config, facts, planner.public, going),
+        *gateway.gateway_rules(config, facts, planner.public, going, planner.leaving),
         *fleet_gateway.fleet_rules(config),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
@@ -227,6 +229,7 @@ def plan(
             tuning=planner.tuning,
             gateway=front,
             upkeep=care,
+            adoptions=planner.adoptions,
         )
     )
 

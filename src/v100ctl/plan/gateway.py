@@ -162,8 +162,17 @@ def host_rules(config: HostConfig, facts: Facts, distribution: Distribution | No
         )
 
 
-def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, InstanceSpec], going: Collection[str]) -> Iterator[Rule]:
-    """Rules about the ports of a host with a gateway. ``going``: units that are stopped before it starts."""
+def gateway_rules(
+    config: HostConfig,
+    facts: Facts,
+    public: Mapping[str, InstanceSpec],
+    going: Collection[str],
+    leaving: Collection[int] = (),
+) -> Iterator[Rule]:
+    """Rules about the ports of a host with a gateway.
+
+    ``going``: units that are stopped before it starts, ``leaving``: processes of others that are.
+    """
     if config.gateway_placement != "host":
         return
     ports = {spec.port: name for name, spec in public.items()}
@@ -180,4 +189,4 @@ def gateway_rules(config: HostConfig, facts: Facts, public: Mapping[str, Instanc
                 f"another `port` for {ports[inner]}",
                 instance=name,
             )
-        yield from port_rules(name, spec, facts, ours)
+        yield from port_rules(name, spec, facts, ours, leaving)

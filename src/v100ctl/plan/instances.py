@@ -13,11 +13,12 @@ from v100ctl.catalog.vllm import VllmRow
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.models.types import Known, ModelHeader, NotAModel
-from v100ctl.plan import external, llama_cpp, profiles, vllm, vllm_memory, vram
+from v100ctl.plan import adoption, external, llama_cpp, profiles, vllm, vllm_memory, vram
 from v100ctl.plan.cards import HostCard, choose, host_cards, usable_cards
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.driver import decide_driver
 from v100ctl.plan.fit import MARGIN_BYTES, Fit, cards_of, cuda_cards, fit, launch_of
+from v100ctl.plan.gateway import UNIT as GATEWAY_UNIT
 from v100ctl.plan.gateway import behind
 from v100ctl.plan.keys import environment_path, key_files, key_rules, keyless_engine_rule, keys_path
 from v100ctl.plan.models import model_path, model_specs
@@ -66,6 +67,7 @@ from v100ctl.plan.rules.vllm import (
 )
 from v100ctl.plan.tuning import decide_tuning
 from v100ctl.plan.types import (
+    Adoption,
     CudaDecision,
     DriverDecision,
     GpuBudget,
@@ -148,6 +150,13 @@ class Planner:
         self._chosen: dict[str, tuple[HostCard, ...]] = {}
         self._placements: dict[str, Placement] = {}
         self._fits: dict[str, Fit] = {}
+        #: Servers of others that are stopped before ours are started.
+        self.adoptions: tuple[Adoption, ...] = ()
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The processes of others that are stopped."""
+        return frozenset(item.pid for item in self.adoptions)
 
     @property
     def specs(self) -> Mapping[str, InstanceSpec]:
@@ -186,6 +195,7 @@ class Planner:
             self.vllm_releases = (release,) if release else ()
         if any(self._on_cards(spec) for spec in self._specs.values()):
             self._decide_cards()
+        self._decide_adoptions()
         for name, spec in self._specs.items():
             if name not in self._unresolved:
                 self._decide_instance(name, spec)
@@ -256,18 +266,35 @@ class Planner:
 
     # Instances
 
+    def _decide_adoptions(self) -> None:
+        ours = {GATEWAY_UNIT, *map(unit_name, self._specs), *self._going}
+        for name, spec in self._specs.items():
+            found = adoption.places((self.public[name], spec), self._chosen.get(name, ()), self.facts, ours)
+            # Two instances may share the card of one that goes.
+            places = [place for place in found if place.occupant.pid not in self.leaving]
+            stopped, verdicts = adoption.decide(self.host, name, self.config, places, self.facts.secret_salt, self.catalog)
+            self.adoptions += stopped
+            self.instance_verdicts += verdicts
+
     def _decide_instance(self, name: str, spec: InstanceSpec) -> None:
         row = self.llama_cpp_row
         self.instance_verdicts += instance_rules(name, self.public[name], self.config, row, self.catalog)
         self.instance_verdicts += key_rules(name, self.public[name], self.config, self.catalog.vllm(self.config.vllm_version))
         model = self._models[model_path(spec.model)]
         self.instance_verdicts += placement_rules(
-            name, spec, model, unit_name(name), self.facts, going=self._going, on_cards=self._on_cards(spec)
+            name,
+            spec,
+            model,
+            unit_name(name),
+            self.facts,
+            going=self._going,
+            leaving=self.leaving,
+            on_cards=self._on_cards(spec),
         )
         ours = {unit_name(other) for other in self._specs} | set(self._going)
         chosen = self._chosen.get(name, ())
         for card in chosen:
-            self.instance_verdicts += busy_rules(card, ours, name)
+            self.instance_verdicts += busy_rules(card, ours, name, self.facts, self.leaving)
         placement, problems = place(name, spec, chosen, self.facts)
         self.instance_verdicts += problems
         if placement is not None:
@@ -540,7 +567,7 @@ class Planner:
     def _memory_cards(self, chosen: Sequence[HostCard], *, margin_bytes: int = MARGIN_BYTES) -> tuple[vram.Card, ...]:
         """The cards as the memory models take them; none where the size of one is not known."""
         ours = {unit_name(other) for other in self._specs} | set(self._going)
-        taken = {card.key: others_bytes(card, ours) for card in chosen}
+        taken = {card.key: others_bytes(card, ours, self.leaving) for card in chosen}
         cards = cards_of(chosen, taken, margin_bytes=margin_bytes)
         return cards if all(card.total_bytes for card in cards) else ()
 

@@ -337,6 +337,30 @@ class GatewayDecision:
 
 
 @dataclass(frozen=True)
+class Adoption:
+    """A server of somebody else that is stopped because an instance takes its place, and how it is known again.
+
+    With ``unit`` (of the user manager of ``unit_user``, where that is not empty) that unit is stopped and disabled, else the
+    process is ended, if it is still the one with ``start_ticks`` and ``command_digest`` (made with ``salt``). ``port`` is free
+    on ``listen`` afterwards; 0 where it was in the way on a card alone. ``command`` is without secrets, ``undo`` for people.
+    """
+
+    instance: str
+    where: str
+    listen: str
+    port: int
+    pid: int
+    start_ticks: int
+    command_digest: str
+    salt: str
+    command: str
+    user: str
+    unit: str
+    unit_user: str
+    undo: str
+
+
+@dataclass(frozen=True)
 class UpkeepDecision:
     """Who looks after running servers: the watchdog and the nightly restarts.
 
@@ -416,6 +440,7 @@ class HostPlan:
     tuning: TuningDecision | None = None
     gateway: GatewayDecision | None = None
     upkeep: UpkeepDecision = UpkeepDecision()
+    adoptions: tuple[Adoption, ...] = ()
 
     @property
     def verdict(self) -> Verdict:

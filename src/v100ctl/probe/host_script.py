@@ -68,6 +68,9 @@ MAX_UNITS = 200
 MAX_LISTENERS = 1000
 MAX_PROC_LINKS = 200000
 MAX_GPU_PROCESSES = 256
+MAX_OCCUPANTS = 32
+MAX_ANCESTORS = 32
+MAX_DOCKER_BYTES = 4 << 20
 MAX_PCI_DEVICES = 4096
 MAX_KERNELS = 64
 MAX_CPUS = 4096
@@ -137,6 +140,22 @@ COMMAND_ENVIRONMENT = {
     "SYSTEMD_COLORS": "0",
     "SYSTEMD_PAGER": "",
 }
+#: Where Docker's engine is asked which container publishes a port.
+DOCKER_SOCKET = "/run/docker.sock"
+#: A container's id in a control group: `docker-ID.scope`, `/docker/ID`, `libpod-ID.scope`, `cri-containerd-ID.scope`.
+CONTAINER_GROUP = re.compile(r"(docker|libpod|cri-containerd|crio|containerd)[-/.]([0-9a-f]{64})")
+#: What stands for a secret in a command line.
+HIDDEN = "(hidden)"
+#: Flags and variables whose value is a secret, by their names: words that mean one, and what makes them mean something else.
+#: vLLM takes the beginnings of its flags too.
+SECRET_NAME = re.compile(
+    r"(?:^|-)(?:api-?ke?|keys?|apikeys?|hf-?t(?:o|ok|oke)?|tokens?|password|passwd|passphrase|secrets?|credentials?|auth)$", re.I
+)
+SECRET_TEXT = re.compile(
+    r"\bhf_[A-Za-z0-9]{8,}|\bsk-[A-Za-z0-9_-]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)|(?<=[?&_]token=)[^&\s]+|(?<=key=)[^&\s]+"
+)
+#: Variables that decide what a server of models does.
+SERVER_VARIABLES = (b"CUDA_", b"OMP_", b"GGML_", b"LLAMA_", b"VLLM_", b"NVIDIA_")
 INTERPRETER = re.compile(r"(?:python|pypy|node|perl|ruby|java|php|sh|bash|dash)[0-9.]*")
 CAP_SYS_RESOURCE = 24
 #: Flags of a PCI resource (include/linux/ioport.h): memory, 64-bit, no address assigned.
@@ -1569,6 +1588,214 @@ def name_listeners(listeners: "list[Document]", proc: str = "/proc") -> "list[Do
     return [dict(entry, command=command_of(entry["pid"], proc)) if entry["pid"] else entry for entry in listeners]
 
 
+# --- servers of others --------------------------------------------------------------------------------------------------------
+
+
+def is_secret(name: str) -> bool:
+    """Whether a flag or a variable of this name holds a secret."""
+    name = name.lstrip("-").replace("_", "-")
+    return bool(SECRET_NAME.search(name)) and not re.search(r"\b(?:max|num|batched)\b", name, re.I)
+
+
+def without_secrets(argv: "list[str]") -> "list[str]":
+    """A command line with each secret replaced: nothing else of it may leave the host.
+
+    Replaced are what follows a flag that is called like a secret (and every word up to the next flag: some take several), values
+    of assignments of such names, the code of an interpreter's ``-c``, and what looks like a token.
+    """
+    words = []  # type: list[str]
+    hiding = False
+    code = bool(argv) and bool(INTERPRETER.fullmatch(os.path.basename(argv[0])))
+    for position, word in enumerate(argv):
+        name, separator, _ = word.partition("=")
+        # What directly follows its flag is the key, whatever it looks like.
+        if hiding and not (word.startswith("-") and words[-1] == HIDDEN):
+            words.append(HIDDEN)
+        elif separator and is_secret(name) and (name.startswith("-") or re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)):
+            words.append(name + "=" + HIDDEN)
+            hiding = False
+        elif code and position and argv[position - 1] in ("-c", "-e"):
+            words.append(HIDDEN)
+        else:
+            words.append(SECRET_TEXT.sub(HIDDEN, word))
+            hiding = position > 0 and word.startswith("-") and is_secret(word)
+        if position and not word.startswith("-"):
+            code = False
+    return [text(word)[:1000] for word in words]
+
+
+def own_group(cgroup: str, around: str) -> str:
+    """The control group of a process that says most of who started it, without what this host itself lies in (``around``)."""
+    for content_of in (r"0::(.*)", r"[0-9]+:name=systemd:(.*)"):
+        found = re.search("^" + content_of + "$", cgroup, re.M)
+        if found and found[1] != "/":
+            outside = re.search("^" + content_of + "$", around, re.M)
+            prefix = re.sub(r"/(?:init\.scope)?$", "", outside[1]) if outside else ""
+            return found[1][len(prefix) :] if (found[1] + "/").startswith(prefix + "/") else found[1]
+    return ""
+
+
+def parse_stat(content: str) -> "tuple[int, int]":
+    """The parent of a process and its start in clock ticks since boot, from ``/proc/PID/stat``."""
+    # The name in parentheses may hold blanks and parentheses itself.
+    fields = content.rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
+
+
+def ancestors(pid: int, proc: str = "/proc") -> "list[Document]":
+    """Who started a process, nearest first, without PID 1."""
+    found = []  # type: list[Document]
+    while pid > 1 and len(found) < MAX_ANCESTORS:
+        try:
+            pid = parse_stat(read_text(os.path.join(proc, str(pid), "stat")))[0]
+        except (OSError, ProbeFailure, ValueError, IndexError):
+            break
+        if pid > 1:
+            found.append({"pid": pid, "name": command_name(pid, proc)})
+    return found
+
+
+def ask_docker(path: str, socket_path: str = DOCKER_SOCKET, limit_s: float = 2.0) -> "Any":
+    """One answer of Docker's engine; ``None`` where there is none to ask."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    client.settimeout(limit_s)
+    answer = b""
+    try:
+        client.connect(socket_path)
+        client.sendall(b"GET " + path.encode("ascii") + b" HTTP/1.0\r\nHost: docker\r\n\r\n")
+        while len(answer) < MAX_DOCKER_BYTES:
+            part = client.recv(1 << 16)
+            if not part:
+                break
+            answer += part
+    except OSError:
+        return None
+    finally:
+        client.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if not re.match(rb"HTTP/1\.[01] 200 ", head):
+        return None
+    try:
+        return json.loads(body.decode("utf-8", "replace"))
+    except ValueError:
+        return None
+
+
+def docker_container(identifier: str, port: int, socket_path: str = DOCKER_SOCKET) -> "Document | None":
+    """What Docker says of a container, known by its id or by the port of the host that it publishes."""
+    listed = ask_docker("/containers/json", socket_path)
+    for entry in listed if isinstance(listed, list) else []:
+        ports = entry.get("Ports") or []
+        if entry.get("Id") == identifier or (
+            not identifier and port and any(item.get("PublicPort") == port and item.get("Type") == "tcp" for item in ports)
+        ):
+            shown = ask_docker("/containers/{}/json".format(entry["Id"]), socket_path)
+            shown = shown if isinstance(shown, dict) else {}
+            policy = ((shown.get("HostConfig") or {}).get("RestartPolicy") or {}).get("Name") or ""
+            argv = [str(word) for word in (shown.get("Path") or "", *(shown.get("Args") or [])) if word]
+            return {
+                "runtime": "docker",
+                "id": text(str(entry["Id"]))[:64],
+                "name": text(str((entry.get("Names") or [""])[0]).lstrip("/"))[:200],
+                "image": text(str(entry.get("Image") or ""))[:300],
+                "restarts": policy in ("always", "unless-stopped", "on-failure"),
+                "argv": without_secrets(argv),
+            }
+    return None
+
+
+def container_of(group: str, command: str, port: int) -> "Document | None":
+    """The container that a process is in, or that it forwards a port to."""
+    found = CONTAINER_GROUP.search(group)
+    runtime, identifier = (found[1], found[2]) if found else ("docker", "")
+    if not found and command != "docker-proxy":
+        return None
+    if runtime == "docker":
+        known = docker_container(identifier, port)
+        if known is not None:
+            return known
+    names = {"libpod": "podman", "crio": "kubernetes", "cri-containerd": "kubernetes"}
+    return {"runtime": names.get(runtime, runtime), "id": identifier, "name": "", "image": "", "restarts": False, "argv": []}
+
+
+def show_unit(unit: str) -> "dict[str, str]":
+    """What systemd says of a unit of others."""
+    properties = "Id,LoadState,ActiveState,UnitFileState,FragmentPath,MainPID,Transient"
+    try:
+        shown = parse_show(run_command(["systemctl", "show", "--property=" + properties, "--", unit], 3.0))
+    except (ProbeFailure, OSError):
+        return {}
+    return shown[0] if shown else {}
+
+
+def collect_occupant(pid: int, ports: "list[int]", names: Names, salt: str, proc: str = "/proc") -> "Document":
+    """A process of somebody else that is where an instance shall be, as ``Occupant``."""
+    folder = os.path.join(proc, str(pid))
+    argv = read_file(os.path.join(folder, "cmdline"), 1 << 17)
+    group = own_group(read_text(os.path.join(folder, "cgroup"), ""), read_text(os.path.join(proc, "1", "cgroup"), ""))
+    user_manager = re.search(r"/user@([0-9]+)\.service/(?:.*/)?([^/]+\.service)$", group)
+    login = re.search(r"/(session-[^/]+\.scope)$", group)
+    unit = "" if login else (user_manager[2] if user_manager else unit_of("0::" + group))
+    shown = show_unit(unit) if unit and not user_manager else {}
+    environment = {}
+    for entry in read_file(os.path.join(folder, "environ"), 1 << 20).split(b"\0"):
+        name, separator, value = entry.partition(b"=")
+        if separator and name.startswith(SERVER_VARIABLES):
+            key = text(name)[:100]
+            environment[key] = HIDDEN if is_secret(key) else SECRET_TEXT.sub(HIDDEN, text(value[:1000]))
+    parents = ancestors(pid, proc)
+    main_pid = _number(shown.get("MainPID", ""))
+    try:
+        working_directory = text(os.readlink(os.path.join(folder, "cwd")))
+    except OSError:
+        working_directory = ""
+    return {
+        "pid": pid,
+        "start_ticks": parse_stat(read_text(os.path.join(folder, "stat")))[1],
+        "command_digest": keyed_digest(salt, argv),
+        "argv": without_secrets([text(argument) for argument in argv.split(b"\0")[:-1]]),
+        "environ": environment,
+        "user": names.user(int(status_field(read_text(os.path.join(folder, "status")), "Uid").split()[1])),
+        "working_directory": working_directory,
+        "ports": sorted(set(ports)),
+        "unit": unit,
+        "unit_user": names.user(int(user_manager[1])) if user_manager else "",
+        "unit_file_state": shown.get("UnitFileState", ""),
+        "unit_path": shown.get("FragmentPath", ""),
+        "is_main": main_pid > 0 and main_pid in [pid] + [parent["pid"] for parent in parents],
+        "session": login[1] if login else "",
+        "ancestors": [text(parent["name"]) for parent in parents],
+        "container": container_of(group, command_name(pid, proc), ports[0] if ports else 0),
+    }
+
+
+def is_ours(unit: str) -> bool:
+    """Whether a unit is of this toolkit."""
+    return unit.startswith(("v100-", "v100ctl-"))
+
+
+def collect_occupants(facts: "Document", request: "Document", proc: str = "/proc") -> "list[Document]":
+    """Who is not ours and listens on a port that was asked about, or computes on a card."""
+    ports = {}  # type: dict[int, list[int]]
+    for listener in facts.get("listeners", []):
+        if listener["pid"] and listener["port"] in request["ports"] and not is_ours(listener["unit"]):
+            ports.setdefault(listener["pid"], []).append(listener["port"])
+    for gpu in facts.get("gpus", []):
+        for process in gpu.get("processes", []):
+            if not is_ours(process["unit"]):
+                ports.setdefault(process["pid"], [])
+    names = Names()
+    found = []
+    for pid in sorted(ports)[:MAX_OCCUPANTS]:
+        try:
+            found.append(collect_occupant(pid, ports[pid], names, facts["secret_salt"], proc))
+        except (OSError, ProbeFailure, ValueError, IndexError) as error:
+            # In a container `nvidia-smi` tells the host's numbers; others have just ended.
+            if os.path.isdir(os.path.join(proc, str(pid))):
+                note_error(facts, "occupants." + str(pid), str(error))
+    return found
+
+
 # --- gateway ------------------------------------------------------------------------------------------------------------------
 
 
@@ -2746,6 +2973,8 @@ def parse_request(argument: str) -> "Document":
     for key in ("health", "identity"):
         urls = given.get(key)
         request[key] = {str(name): str(url) for name, url in urls.items()} if isinstance(urls, dict) else {}
+    ports = given.get("ports")
+    request["ports"] = [port for port in ports if isinstance(port, int)] if isinstance(ports, list) else []
     request["deep"] = given.get("deep") is True
     return request
 
@@ -2780,6 +3009,7 @@ def probe(request: "Document") -> "Document":
     merge_nvidia(facts, driver, answer)
     if any(gpu.get("processes") for gpu in facts.get("gpus", [])):
         run_tasks([Task("gpus", name_gpu_processes, facts.get("gpus", []))], facts, deadline_s)
+    run_tasks([Task("occupants", collect_occupants, facts, request)], facts, deadline_s)
     facts["probe_ms"] = round((time.monotonic() - started_s) * 1000, 1)
     return facts
 

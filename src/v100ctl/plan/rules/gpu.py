@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from v100ctl.catalog import Catalog
 from v100ctl.facts import Facts
+from v100ctl.plan import adoption
 from v100ctl.plan.cards import HostCard
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.types import Rule, Severity
@@ -134,22 +135,29 @@ def fabric_rules(cards: Sequence[HostCard], facts: Facts, branch: str | None) ->
         )
 
 
-def busy_rules(card: HostCard, ours: Collection[str], name: str) -> Iterator[Rule]:
-    """Somebody else computes on the card. ``ours``: units of this toolkit on the host."""
-    others = [process for process in card.gpu.processes if process.unit not in ours]
+def busy_rules(card: HostCard, ours: Collection[str], name: str, facts: Facts, leaving: Collection[int] = ()) -> Iterator[Rule]:
+    """Somebody else computes on the card. ``ours``: units of this toolkit, ``leaving``: processes that are stopped."""
+    others = [process for process in card.gpu.processes if process.unit not in ours and process.pid not in leaving]
     if others:
         used_bytes = sum(process.memory_bytes or 0 for process in others)
-        names = ", ".join(f"`{process.command or '?'}` (pid {process.pid})" for process in others[:3])
+        known = {process.pid: facts.occupant(process.pid) for process in others}
+        names = ", ".join(
+            adoption.who(occupant) if (occupant := known[process.pid]) else f"`{process.command or '?'}` (pid {process.pid})"
+            for process in others[:3]
+        )
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         yield Rule(
             "gpu-in-use",
             "warn",
             f"{card.name} is used by {names}{more}, which {'hold' if len(others) > 1 else 'holds'} {gib(used_bytes)} of it",
-            "stop it first: what it takes is missing for the model, and its work slows every answer",
+            "stop it first: what it takes is missing for the model, and its work slows every answer"
+            + (f"; `v100ctl provision --adopt {name}` stops it" if any(known.values()) else ""),
             instance=name,
         )
 
 
-def others_bytes(card: HostCard, ours: Collection[str]) -> int:
-    """Memory of the card that processes which are not ours hold."""
-    return sum(process.memory_bytes or 0 for process in card.gpu.processes if process.unit not in ours)
+def others_bytes(card: HostCard, ours: Collection[str], leaving: Collection[int] = ()) -> int:
+    """Memory of the card that processes which are not ours hold, and go on holding."""
+    return sum(
+        process.memory_bytes or 0 for process in card.gpu.processes if process.unit not in ours and process.pid not in leaving
+    )

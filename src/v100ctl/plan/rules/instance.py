@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from v100ctl.catalog import Catalog, LlamaCppBuild
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
-from v100ctl.plan import llama_cpp
+from v100ctl.plan import adoption, llama_cpp
 from v100ctl.plan.keys import is_loopback
 from v100ctl.plan.rules.host import memory_bytes
 from v100ctl.plan.rules.text import gib
@@ -157,29 +157,49 @@ def kv_kernel_rules(name: str, spec: InstanceSpec, row: LlamaCppBuild, *, all_ty
         )
 
 
-def port_rules(name: str, spec: InstanceSpec, facts: Facts, ours: Collection[str]) -> Iterator[Rule]:
-    """Whether somebody else listens where ``spec`` wants to. ``ours``: units that may, or that are stopped before."""
-    for listener in facts.listeners:
-        same_address = listener.address in (spec.listen, "0.0.0.0", "::", "*") or spec.listen in ("0.0.0.0", "::")  # noqa: S104 - compared
-        if listener.port == spec.port and same_address and listener.unit not in ours:
-            owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
-            taken = {item.port for item in facts.listeners}
-            free = next((port for port in range(spec.port + 1, 65536) if port not in taken), None)
-            yield Rule(
-                "port-taken",
-                "refuse",
-                f"port {spec.port} on {listener.address} is taken by {owner}",
-                f"stop it, or `port: {free}`" if free else "stop it",
-                instance=name,
-            )
-            break
+def port_rules(
+    name: str, spec: InstanceSpec, facts: Facts, ours: Collection[str], leaving: Collection[int] = ()
+) -> Iterator[Rule]:
+    """Whether somebody else listens where ``spec`` wants to. ``leaving``: processes that are stopped before."""
+    for listener in adoption.taking(spec, facts, ours):
+        if listener.pid in leaving:
+            continue
+        occupant = facts.occupant(listener.pid)
+        owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
+        taken = {item.port for item in facts.listeners}
+        free = next((port for port in range(spec.port + 1, 65536) if port not in taken), None)
+        kept = adoption.stays(occupant) if occupant else None
+        stop = "stop it"
+        if kept is not None:
+            stop = kept[1]
+        elif occupant is not None:
+            stop = f"`v100ctl provision --adopt {name}`, which stops it"
+        yield Rule(
+            "port-taken",
+            "refuse",
+            f"port {spec.port} on {listener.address} is taken by {adoption.who(occupant) if occupant else owner}",
+            f"{stop}, or `port: {free}`" if free else stop,
+            instance=name,
+        )
+        break
 
 
 def placement_rules(
-    name: str, spec: InstanceSpec, model: Model, unit: str, facts: Facts, *, going: Collection[str], on_cards: bool
+    name: str,
+    spec: InstanceSpec,
+    model: Model,
+    unit: str,
+    facts: Facts,
+    *,
+    going: Collection[str],
+    leaving: Collection[int],
+    on_cards: bool,
 ) -> Iterator[Rule]:
-    """Rules about one instance on this host: its port and its model. ``going``: units that are stopped before it starts."""
-    yield from port_rules(name, spec, facts, {unit, *going})
+    """Rules about one instance on this host: its port and its model.
+
+    ``going``: units that are stopped before it starts, ``leaving``: processes of others that are.
+    """
+    yield from port_rules(name, spec, facts, {unit, *going}, leaving)
     if model.source["kind"] == "host":
         missing = [file.path for file in model.files if (found := facts.models.get(file.path)) is not None and not found.exists]
         if missing:
