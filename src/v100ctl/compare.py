@@ -14,7 +14,7 @@ from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts, UnitFacts
 from v100ctl.findings import PROVISION as _PROVISION
 from v100ctl.findings import Applied, Finding, FindingSeverity, Kind, Layer
-from v100ctl.plan import DIGEST_VARIABLE, gateway
+from v100ctl.plan import DIGEST_VARIABLE, firewall, gateway
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.numa import format_cpus, parse_cpus
@@ -109,6 +109,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_processes(plan, facts, applied),
         *_services(plan, facts),
         *_gateway(plan, facts, applied),
+        *_firewall(plan, facts),
         *around(plan, facts),
         *_upkeep(plan, facts, applied),
     )
@@ -683,6 +684,21 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
                 f"`python3 {gateway.PROGRAM} open {name}` on the host lets requests in again",
                 front.instance,
             )
+
+
+def _firewall(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
+    """Ports that the host's own firewall keeps closed, and openings for what is gone."""
+    decision = plan.firewall
+    if decision is None:
+        return
+    recorded = firewall.recorded_ports(facts)
+    for what, ports, expected, actual in (
+        ("closed", decision.closed, "open", "closed"),
+        ("unwanted", decision.unwanted, "closed", "open for an instance that is not served there any more"),
+    ):
+        for port in ports:
+            kind: Kind = "drifted" if what == "closed" and port in recorded else "pending"
+            yield Finding(f"firewall.{what}:{port}", kind, "file", gateway.ROLE, expected, actual, "warn", _PROVISION)
 
 
 def _not_running(unit: UnitFacts | None) -> Iterator[tuple[str, str, str]]:

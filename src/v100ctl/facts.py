@@ -486,6 +486,28 @@ class GatewayServer(_Facts):
     requests_running: int = 0
 
 
+class FirewallRule(_Facts):
+    """What a firewall does with TCP from anywhere to a span of ports."""
+
+    allows: bool
+    first_port: int
+    last_port: int
+
+
+class FirewallFacts(_Facts):
+    """The host's own firewall, where one is active that ports can be opened of.
+
+    ``rules``: in the order in which they count; ``permanent``: those that hold after a restart of the firewall. ``lets_in``: it
+    lets everything in that no rule is about. ``zone``: firewalld's default one.
+    """
+
+    kind: Literal["ufw", "firewalld"]
+    zone: str = ""
+    lets_in: bool = False
+    rules: tuple[FirewallRule, ...] = ()
+    permanent: tuple[FirewallRule, ...] = ()
+
+
 class GatewayFacts(_Facts):
     """The gateway that runs: the digest of the configuration that it has loaded, and its servers by instance.
 
@@ -587,6 +609,7 @@ class Facts(_Facts):
     secret_salt: str = ""
     #: The gateway's HAProxy; ``None`` where it does not run.
     gateway: GatewayFacts | None = None
+    firewall: FirewallFacts | None = None
     #: Parts of the probe that failed, by name: what could not be learned and why.
     errors: dict[str, str] = Field(default_factory=dict)
 

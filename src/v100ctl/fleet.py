@@ -771,6 +771,7 @@ class HostConfig(BaseModel):
     gateway_address: str = Field(pattern=r"^([A-Za-z0-9_.:-]+)?$")
     gateway_server_ca: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
     gateway_stats_port: int = Field(ge=0, le=65535)
+    gateway_firewall: Literal["none", "auto"]
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
     llm_server_adopt: tuple[Annotated[str, Field(pattern=r"^([^\s/]+/)?[a-z0-9-]+$")], ...]

@@ -61,10 +61,9 @@ def command_digest(pid: int, salt: str, proc: Path = Path("/proc")) -> str:
 
 def is_same(wanted: dict[str, Any], proc: Path = Path("/proc")) -> bool:
     """Whether a process is the one that was planned for: its number, its start and its whole command line."""
-    return (
-        start_ticks(wanted["pid"], proc) == wanted["start_ticks"]
-        and command_digest(wanted["pid"], wanted["salt"], proc) == wanted["command_digest"]
-    )
+    if start_ticks(wanted["pid"], proc) != wanted["start_ticks"]:
+        return False
+    return command_digest(wanted["pid"], wanted["salt"], proc) == str(wanted["command_digest"])
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> list[Identity]:

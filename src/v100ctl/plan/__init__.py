@@ -27,7 +27,7 @@ from v100ctl.fleet import (
     with_servers,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import adoption, driver_actions, external, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
+from v100ctl.plan import adoption, driver_actions, external, firewall, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -158,6 +158,7 @@ def plan(
     else:
         front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
         front_packages = (gateway.PACKAGE,) if front and front.state == "started" else ()
+    ports = firewall.public_ports(config, planner.public, front)
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -174,6 +175,7 @@ def plan(
         *gateway.host_rules(config, facts, distribution),
         *gateway.gateway_rules(config, facts, planner.public, going, planner.leaving),
         *fleet_gateway.fleet_rules(config),
+        *firewall.firewall_rules(config, facts, ports),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
         *limit_rules(facts, LIMIT_NOFILE),
@@ -230,6 +232,7 @@ def plan(
             gateway=front,
             upkeep=care,
             adoptions=planner.adoptions,
+            firewall=firewall.decide(config, facts, ports),
         )
     )
 

@@ -62,6 +62,9 @@ def with_host_json(decided: HostPlan) -> HostPlan:
             "unit": decided.gateway.unit,
             "fronts": {front.instance: {"bind": front.bind, "engine": front.engine} for front in decided.gateway.fronts},
         }
+    if decided.firewall is not None and decided.firewall.ports:
+        # Whoever has opened a port closes it.
+        document["firewall"] = {"kind": decided.firewall.kind, "ports": list(decided.firewall.ports)}
     if decided.driver is not None:
         document["driver"] = {"branch": decided.driver.branch, "packages": list(decided.driver.packages)}
     # An edited record must not pass for what was applied.

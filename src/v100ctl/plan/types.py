@@ -361,6 +361,22 @@ class Adoption:
 
 
 @dataclass(frozen=True)
+class FirewallDecision:
+    """The ports of a host's own firewall that this toolkit opens.
+
+    ``ports`` are those that it answers for; ``closed`` those of them that are not open yet, ``unwanted`` those that an earlier
+    run has opened for what is gone. ``open_calls`` and ``close_calls`` are the commands for these.
+    """
+
+    kind: Literal["ufw", "firewalld"]
+    ports: tuple[int, ...] = ()
+    closed: tuple[int, ...] = ()
+    unwanted: tuple[int, ...] = ()
+    open_calls: tuple[tuple[str, ...], ...] = ()
+    close_calls: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class UpkeepDecision:
     """Who looks after running servers: the watchdog and the nightly restarts.
 
@@ -441,6 +457,7 @@ class HostPlan:
     gateway: GatewayDecision | None = None
     upkeep: UpkeepDecision = UpkeepDecision()
     adoptions: tuple[Adoption, ...] = ()
+    firewall: FirewallDecision | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -69,6 +69,7 @@ MAX_LISTENERS = 1000
 MAX_PROC_LINKS = 200000
 MAX_GPU_PROCESSES = 256
 MAX_OCCUPANTS = 32
+MAX_FIREWALL_RULES = 500
 MAX_ANCESTORS = 32
 MAX_DOCKER_BYTES = 4 << 20
 MAX_PCI_DEVICES = 4096
@@ -1588,6 +1589,102 @@ def name_listeners(listeners: "list[Document]", proc: str = "/proc") -> "list[Do
     return [dict(entry, command=command_of(entry["pid"], proc)) if entry["pid"] else entry for entry in listeners]
 
 
+# --- firewall -----------------------------------------------------------------------------------------------------------------
+
+
+def port_spans(ports: str) -> "list[tuple[int, int]]":
+    """First and last of each span in ufw's (``80,8000:8010``, ``any``) or firewalld's words (``8000-8010``)."""
+    if ports == "any":
+        return [(0, 65535)]
+    spans = []
+    for part in ports.split(","):
+        found = re.fullmatch(r"([0-9]{1,5})(?:[:-]([0-9]{1,5}))?", part)
+        if found:
+            spans.append((int(found[1]), int(found[2] or found[1])))
+    return spans
+
+
+def parse_ufw_rules(content: str) -> "list[Document]":
+    """What ``/etc/ufw/user.rules`` says of TCP from anywhere to any address of the host, in its order: the first match counts."""
+    rules = []
+    for line in re.findall(r"^### tuple ### (.*)$", content, re.M):
+        fields = line.partition(" comment=")[0].split()
+        # Of one network interface or one network nobody knows whether clients come through it.
+        if len(fields) not in (7, 9) or fields[-1] != "in" or fields[1] not in ("tcp", "any"):
+            continue
+        action, _, port, to_address, _, from_address = fields[:6]
+        if to_address == "0.0.0.0/0" and from_address == "0.0.0.0/0" and action in ("allow", "limit", "deny", "reject"):
+            for first, last in port_spans(port):
+                rules.append({"allows": action in ("allow", "limit"), "first_port": first, "last_port": last})
+    return rules[:MAX_FIREWALL_RULES]
+
+
+def shell_value(content: str, name: str) -> str:
+    """The value of ``NAME=VALUE`` or ``NAME="VALUE"`` in a file of settings."""
+    found = re.search("^" + name + r"\s*=\s*[\"']?([^\"'\n#]*)", content, re.M)
+    return found[1].strip() if found else ""
+
+
+def collect_ufw(root: str = "/") -> "Document | None":
+    """ufw, where it is enabled: by its files, which its own program reads too."""
+    if shell_value(read_text(os.path.join(root, "etc/ufw/ufw.conf"), ""), "ENABLED").lower() != "yes":
+        return None
+    defaults = read_text(os.path.join(root, "etc/default/ufw"), "")
+    rules = parse_ufw_rules(read_text(os.path.join(root, "etc/ufw/user.rules"), "", limit_bytes=4 << 20))
+    return {
+        "kind": "ufw",
+        "zone": "",
+        "lets_in": shell_value(defaults, "DEFAULT_INPUT_POLICY").upper() == "ACCEPT",
+        "rules": rules,
+        "permanent": rules,
+    }
+
+
+def parse_firewalld_zone(output: str) -> "Document":
+    """What ``firewall-cmd --list-all`` prints of the default zone: its name, its target and its ports."""
+    head = re.search(r"^(\S+)", output)
+    target = re.search(r"^\s+target: (\S+)", output, re.M)
+    ports = re.search(r"^\s+ports: ?(.*)$", output, re.M)
+    rules = [
+        {"allows": True, "first_port": first, "last_port": last}
+        for word in (ports[1].split() if ports else [])
+        if word.endswith("/tcp")
+        for first, last in port_spans(word[: -len("/tcp")])
+    ]
+    return {
+        "zone": head[1] if head else "",
+        "lets_in": target is not None and target[1] == "ACCEPT",
+        "rules": rules[:MAX_FIREWALL_RULES],
+    }
+
+
+def collect_firewalld(root: str = "/") -> "Document | None":
+    """firewalld, where it runs: the default zone as it is now, and as it will be after a restart."""
+    if not os.path.exists(os.path.join(root, "run/firewalld.pid")) and not os.path.isdir(os.path.join(root, "run/firewalld")):
+        return None
+    try:
+        shown = parse_firewalld_zone(run_command(["firewall-cmd", "--list-all"], 4.0))
+    except (ProbeFailure, OSError):
+        # What its package leaves behind does not run.
+        return None
+    content = ""
+    if re.fullmatch(r"[A-Za-z0-9_-]+", shown["zone"]):
+        for folder in ("usr/lib/firewalld/zones", "etc/firewalld/zones"):
+            content = read_text(os.path.join(root, folder, shown["zone"] + ".xml"), "") or content
+    permanent = []
+    for tag in re.findall(r"<port\s[^>]*>", content):
+        number = re.search(r"\bport=[\"']([0-9-]+)[\"']", tag)
+        if number and re.search(r"\bprotocol=[\"']tcp[\"']", tag):
+            for first, last in port_spans(number[1]):
+                permanent.append({"allows": True, "first_port": first, "last_port": last})
+    return dict(shown, kind="firewalld", permanent=permanent[:MAX_FIREWALL_RULES])
+
+
+def collect_firewall() -> "Document | None":
+    """The firewall that is active, of those that this toolkit can open a port of."""
+    return collect_firewalld() or collect_ufw()
+
+
 # --- servers of others --------------------------------------------------------------------------------------------------------
 
 
@@ -2924,6 +3021,7 @@ def first_tasks(facts: "Document", request: "Document") -> "list[Task]":
         Task("identity", collect_identity, request["identity"]),
         Task("health", collect_health, request["health"]),
         Task("gateway", collect_gateway),
+        Task("firewall", collect_firewall),
     ]
     for account in request["accounts"]:
         tasks.append(Task("accounts", lambda name: Names().account(name), account, item=account))
