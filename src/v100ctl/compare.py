@@ -692,13 +692,13 @@ def _firewall(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     if decision is None:
         return
     recorded = firewall.recorded_ports(facts)
-    for what, ports, expected, actual in (
-        ("closed", decision.closed, "open", "closed"),
-        ("unwanted", decision.unwanted, "closed", "open for an instance that is not served there any more"),
-    ):
-        for port in ports:
-            kind: Kind = "drifted" if what == "closed" and port in recorded else "pending"
-            yield Finding(f"firewall.{what}:{port}", kind, "file", gateway.ROLE, expected, actual, "warn", _PROVISION)
+    for port in decision.closed:
+        # Nobody reaches what is served there.
+        kind: Kind = "drifted" if port in recorded else "pending"
+        yield Finding(f"firewall.closed:{port}", kind, "file", gateway.ROLE, "open", "closed", "error", _PROVISION)
+    for port in decision.unwanted:
+        actual = "open for an instance that is not served there any more"
+        yield Finding(f"firewall.unwanted:{port}", "pending", "file", gateway.ROLE, "closed", actual, "warn", _PROVISION)
 
 
 def _not_running(unit: UnitFacts | None) -> Iterator[tuple[str, str, str]]:

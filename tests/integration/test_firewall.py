@@ -55,7 +55,8 @@ HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 #: Brings a firewall up with a way in for SSH.
 SETUP = {
     "ufw": "apt-get install -y --no-install-recommends ufw && ufw allow 22/tcp && ufw --force enable",
-    "firewalld": "apt-get install -y --no-install-recommends firewalld && systemctl enable --now firewalld",
+    # It reads the names of protocols from netbase's /etc/protocols.
+    "firewalld": "apt-get install -y --no-install-recommends firewalld netbase && systemctl enable --now firewalld",
 }
 SHOWN = {
     "ufw": "ufw status | awk '$1 ~ /^[0-9]+\\/tcp$/ {print $1}' | sort -u",

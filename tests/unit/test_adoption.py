@@ -311,6 +311,8 @@ def test_a_process_is_ended_and_recorded(script: ModuleType, hand_run: Any, tmp_
     assert (code, answer["changed"], answer["problems"]) == (0, True, [])
     assert server.wait(5) == -signal.SIGTERM
     assert json.loads(record.read_text())["adopted"] == answer["stopped"]
+    # The probe gives no content of a file that not everybody may read.
+    assert record.stat().st_mode & 0o777 == 0o644
     assert (answer["stopped"][0]["state"], answer["stopped"][0]["undo"]) == ("stopped", "as alice: server.py")
     # Once more: it has gone, so there is nothing to do.
     code, answer = adopt(request, record)

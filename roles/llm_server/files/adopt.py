@@ -189,6 +189,8 @@ def write_record(entries: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     descriptor, aside = tempfile.mkstemp(dir=str(path.parent), prefix=".adopted.")
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        # It holds no secrets, like the applied plan, and the probe tells what everybody may read.
+        os.fchmod(descriptor, 0o644)
         json.dump({"schema": SCHEMA, "adopted": list(entries)[-MAX_ENTRIES:]}, stream, indent=1)
         stream.write("\n")
         stream.flush()
