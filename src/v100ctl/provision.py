@@ -339,12 +339,15 @@ def _after_apply(
             results[name] = HostResult("would-change" if before[name].changes else "unchanged", before[name])
         else:
             good.append(name)
-    if good:
+    # What was stopped before something failed has to be known all the same.
+    stopped = [name for name in results if not check and (plan := before[name].plan) is not None and plan.adoptions]
+    if good or stopped:
         with reporter.phase("probing again"):
-            after = examine([fleet.hosts[name] for name in good], access, as_of=as_of)
+            after = examine([fleet.hosts[name] for name in (*good, *stopped)], access, as_of=as_of)
         for name in good:
-            result = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
-            results[name] = replace(result, adopted=adopted_since(before[name], after[name]))
+            results[name] = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
+        for name in (*good, *stopped):
+            results[name] = replace(results[name], adopted=adopted_since(before[name], after[name]))
     return results
 
 

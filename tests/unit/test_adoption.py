@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.server
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -21,13 +23,18 @@ from typing import Any
 import pytest
 
 from tests.unit.factory import AS_OF
+from v100ctl.access import Access
+from v100ctl.apply import ApplyResult, make_reporter, runner
 from v100ctl.catalog import load_catalog
+from v100ctl.cli.provision import result_document
 from v100ctl.compare import compare
-from v100ctl.facts import Facts
+from v100ctl.examine import Examined, decide
+from v100ctl.facts import Facts, ManagedFile
 from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.plan import plan, probe_request
+from v100ctl.plan.adoption import ADOPTED
 from v100ctl.probe import host_script as probe
-from v100ctl.provision import adopting, fixable
+from v100ctl.provision import adopted_since, adopting, fixable, provision
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "roles/llm_server/files/adopt.py"
@@ -390,3 +397,48 @@ def test_a_damaged_record_is_no_obstacle(script: ModuleType, tmp_path: Path) -> 
 def test_the_scripts_agree_on_the_digest(script: ModuleType) -> None:
     assert (script.DIGEST_ROUNDS, script.MAX_COMMAND_BYTES) == (probe.KEYED_DIGEST_ROUNDS, 1 << 17)
     assert script.command_digest(os.getpid(), "ab") == probe.keyed_digest("ab", Path("/proc/self/cmdline").read_bytes())
+
+
+def test_what_was_stopped_before_a_failure_is_in_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import yaml
+
+    folder = CASES / "a-hand-run-server-of-a-unit-that-is-replaced"
+    ((name, variables),) = yaml.safe_load((folder / "fleet.yml").read_text())["all"]["hosts"].items()
+    host = FleetHost(name, {}, parse_config(name, variables))
+    facts = Facts.model_validate_json((folder / "facts.json").read_bytes())
+    entry = {
+        "instance": "chat",
+        "unit": "my-llm.service",
+        "command": "llama-server",
+        "undo": "systemctl enable --now my-llm.service",
+    }
+    kept = {"kind": "file", "content": json.dumps({"schema": "v100ctl/adopted/1", "adopted": [entry]})}
+    after = Facts.model_validate({**json.loads(facts.model_dump_json(by_alias=True)), "files": {ADOPTED: kept}, "occupants": []})
+    states = iter([facts, after])
+
+    def examine(hosts: Any, *args: Any, **kwargs: Any) -> dict[str, Examined]:
+        return {name: decide(host, None, next(states), as_of=AS_OF)}
+
+    def run_playbook(*args: Any, **kwargs: Any) -> ApplyResult:
+        counts = runner.HostResult("failed", ok=1, changed=1, failed=1, unreachable=0, skipped=0, rescued=0, ignored=0)
+        failure = runner.Failure(name, "llm_server", "Prove", "it does not answer", None)
+        return ApplyResult({name: counts}, (failure,), {}, tmp_path / "log")
+
+    monkeypatch.setattr("v100ctl.provision.examine", examine)
+    monkeypatch.setattr("v100ctl.provision.run_playbook", run_playbook)
+    monkeypatch.setattr("v100ctl.provision.fetch", lambda *args: None)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    reporter = make_reporter(stream=io.StringIO())
+    result = provision(Fleet({name: host}, sources=("x",)), access=Access(), reporter=reporter, as_of=AS_OF)
+    reporter.close()
+    assert (result.hosts[name].status, result.hosts[name].adopted) == ("failed", (entry,))
+    assert result_document(result)["hosts"][name]["adopted"] == [entry]
+
+
+def test_a_record_that_is_none_is_no_obstacle() -> None:
+    made, facts = decided("a-hand-run-server-on-the-port")
+    state = Examined(FleetHost("h1", {}, parse_config("h1", {})), None, facts, made)
+    for content in ("{", "[]", '{"adopted": 1}', None):
+        file = ManagedFile(content=content)
+        other = dataclasses.replace(state, facts=facts.model_copy(update={"files": {ADOPTED: file}}))
+        assert adopted_since(state, other) == ()
