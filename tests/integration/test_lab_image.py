@@ -53,7 +53,7 @@ def _layer() -> bytes:
 
 
 class _Registry(http.server.BaseHTTPRequestHandler):
-    """`library/debian:12` by the distribution protocol, version 2."""
+    """`library/debian` by the distribution protocol, version 2, the same for every tag."""
 
     blobs: dict[str, bytes]
     manifest: bytes
@@ -138,6 +138,11 @@ def test_a_pulled_base_gets_packages_and_set_up_and_then_its_name(client: docker
     said = io.StringIO()
     assert ensure_image(client, make_reporter(stream=said), recipe=RECIPE).id == made.id
     assert said.getvalue() == ""
+
+    # Another release is another image, and neither stands for the other.
+    other = ensure_image(client, make_reporter(stream=io.StringIO()), debian="13", recipe=RECIPE)
+    assert other.tags == [f"v100ctl/lab-host:debian-13-{RECIPE.digest}"]
+    assert ensure_image(client, make_reporter(stream=io.StringIO()), debian="12", recipe=RECIPE).tags == made.tags
 
     changed = Recipe(packages=RECIPE.packages, install=RECIPE.install, setup="echo other > /set-up")
     assert ensure_image(client, make_reporter(stream=io.StringIO()), recipe=changed).id != made.id

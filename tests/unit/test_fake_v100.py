@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -114,6 +115,13 @@ def test_drivers() -> None:
     assert (debian.version, debian.revision) == ("535.309.01", "-0+deb12u1")
     assert (nvidia.version.split(".")[0], nvidia.revision) == ("580", "-1")
     assert FakeDriver.parse("535.183.01").version == "535.183.01"
+    # Each release numbers its packages, and one that carries two branches names one of them by its branch.
+    assert packages.stand_ins({**dataclasses.asdict(FakeDriver.parse("535", debian="11")), "flavour": "proprietary"})[
+        "libcuda1"
+    ] == ("535.309.01-0+deb11u1")
+    tesla = packages.stand_ins({**dataclasses.asdict(FakeDriver.parse("535", debian="13")), "flavour": "proprietary"})
+    assert tesla["nvidia-tesla-535-kernel-dkms"] == tesla["libnvidia-tesla-535-ml1"] == "535.274.02-1~deb13u1"
+    assert FakeDriver.parse("550", debian="13").revision == "-2"
     for text in ("five", "100", "535.1.2.3", "latest"):
         with pytest.raises(LabError):
             FakeDriver.parse(text)

@@ -100,6 +100,28 @@ def test_a_release_named_by_its_role_is_known_by_its_code_name() -> None:
     assert parse_sources("a|http://a/|stable|bookworm|main|Debian\n", "debian", "bookworm") == ["deb http://a/ stable main"]
 
 
+def test_other_releases_lie_where_the_own_one_does() -> None:
+    assert parse_sources(TARGETS, "debian", "trixie", derive_from="bookworm") == [
+        "deb http://m.example/debian/ trixie main",
+        "deb http://m.example/debian/ trixie-updates main",
+        "deb http://s.example/security/ trixie-security main",
+    ]
+    # One that is configured itself is taken as it is.
+    known = "a|http://old/|oldstable|bullseye|main|Debian\n"
+    assert parse_sources(TARGETS + known, "debian", "bullseye", derive_from="bookworm") == ["deb http://old/ oldstable main"]
+    # A role's name means another release than the one that is wanted, and Debian 11 has no component of that name.
+    by_role = "a|http://a/|stable|bookworm|main|Debian\na|http://a/|stable|bookworm|non-free-firmware|Debian\n"
+    assert parse_sources(by_role, "debian", "bullseye", derive_from="bookworm") == ["deb http://a/ bullseye main"]
+    with pytest.raises(LabError, match="does not know debian trixie"):
+        parse_sources(TARGETS, "debian", "trixie", derive_from="buster")
+
+
+def test_a_release_that_no_host_is_made_of_is_refused() -> None:
+    with pytest.raises(LabError, match="cannot be made of Debian 10") as caught:
+        image.ensure_image(cast(docker.DockerClient, None), make_reporter(stream=io.StringIO()), debian="10")
+    assert caught.value.hint == "one of 11, 12, 13"
+
+
 def test_ubuntus_updates_share_the_code_name() -> None:
     text = "a|http://a/|jammy|jammy|main|Ubuntu\na|http://a/|jammy-security|jammy|main|Ubuntu\na|http://a/|jammy|jammy|universe|Ubuntu\n"
     assert parse_sources(text, "ubuntu", "jammy") == [

@@ -82,7 +82,11 @@ def _write_inventory(lab: Lab, path: Path) -> None:
     metavar="VERSION",
     help="The driver they start with: a branch, an exact version, or `none` for bare hosts.",
 )
-@click.option("--distribution", metavar="NAME", help="Insist on this distribution: `debian-12`.")
+@click.option(
+    "--debian",
+    metavar="VERSION",
+    help="The release of Debian that they are made of: `11`, `12` or `13`. Else 12, or this machine's own if it must.",
+)
 @click.option("-o", "--inventory", type=click.Path(dir_okay=False), metavar="FILE", help="Where to write the inventory.")
 @click.option("--install", is_flag=True, help="Install Docker Engine where it is missing (root on Debian or Ubuntu).")
 def up(
@@ -90,7 +94,7 @@ def up(
     count: int | None,
     cards: str,
     driver: str,
-    distribution: str | None,
+    debian: str | None,
     inventory: str | None,
     install: bool,
 ) -> int:
@@ -105,26 +109,20 @@ def up(
     """
     from pathlib import Path
 
-    from v100ctl.errors import LabError
     from v100ctl.lab import lab_dir
     from v100ctl.lab.gpu import FakeCards, FakeDriver
     from v100ctl.lab.hosts import LabHost
-    from v100ctl.lab.image import ensure_image, image_distribution
+    from v100ctl.lab.image import DEFAULT_DEBIAN, ensure_image
 
     if names and count is not None:
         raise click.UsageError("--hosts does not go with names")
     chosen = names or tuple(f"h{number}" for number in range(1, (count or 1) + 1))
-    wanted = [LabHost(name, cards=FakeCards.parse(cards), driver=FakeDriver.parse(driver)) for name in chosen]
+    played = FakeDriver.parse(driver, debian=debian or DEFAULT_DEBIAN)
+    wanted = [LabHost(name, cards=FakeCards.parse(cards), driver=played) for name in chosen]
     reporter = _reporter()
     try:
         lab = _lab(reporter, install=install)
-        image = ensure_image(lab.client, reporter)
-        made_of = image_distribution(image)
-        if distribution is not None and distribution != made_of:
-            raise LabError(
-                f"lab hosts on this machine are made of {made_of}, not {distribution}",
-                hint="a registry that gives `debian:12`, or a Debian 12 machine, makes them of debian-12",
-            )
+        image = ensure_image(lab.client, reporter, debian=debian)
         for host in wanted:
             lab.up(host, image, reporter)
         path = Path(inventory) if inventory else lab_dir() / "lab.yml"

@@ -13,7 +13,7 @@ from v100ctl.errors import V100ctlError
 from v100ctl.lab.engine import ensure_docker
 from v100ctl.lab.gpu import FakeCards, FakeDriver
 from v100ctl.lab.hosts import Lab, LabHost, write_inventory
-from v100ctl.lab.image import ensure_image
+from v100ctl.lab.image import DEBIAN_SUITES, DEFAULT_DEBIAN, ensure_image
 
 
 @click.group()
@@ -29,15 +29,17 @@ def cli() -> None:
     "--cards", default="", help="The fake V100s that each plays to have (`4xV100-SXM2-16GB`, `none`); else none is played."
 )
 @click.option("--driver", default="none", show_default=True, help="With --cards: the driver that each starts with.")
-def up(names: tuple[str, ...], inventory: Path | None, install: bool, cards: str, driver: str) -> None:
+@click.option("--debian", type=click.Choice(sorted(DEBIAN_SUITES)), help="The release of Debian that they are made of.")
+def up(names: tuple[str, ...], inventory: Path | None, install: bool, cards: str, driver: str, debian: str | None) -> None:
     """Bring hosts up; ones that run are left as they are. Prints their connection as JSON."""
     reporter = make_reporter()
     try:
         client = ensure_docker(reporter, install=install)
-        image = ensure_image(client, reporter)
+        image = ensure_image(client, reporter, debian=debian)
         lab = Lab(client)
         played = FakeCards.parse(cards) if cards else None
-        made = [LabHost(name, cards=played, driver=FakeDriver.parse(driver)) for name in names]
+        chosen = FakeDriver.parse(driver, debian=debian or DEFAULT_DEBIAN)
+        made = [LabHost(name, cards=played, driver=chosen) for name in names]
         hosts = {host.name: lab.up(host, image, reporter).variables() for host in made}
     finally:
         reporter.close()

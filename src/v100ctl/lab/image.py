@@ -1,8 +1,10 @@
-"""The image that lab hosts boot from: a small Debian 12 with systemd, sshd, sudo and Python.
+"""The image that lab hosts boot from: a small Debian with systemd, sshd, sudo and Python; Debian 12 unless another is asked for.
 
 Its tag holds a digest of the whole recipe, so a changed recipe is another image and an image is never half of one. The base is
 ``debian:12`` from a registry, or, where none answers within seconds, a system bootstrapped with ``mmdebstrap`` from the apt
-sources that this machine uses itself. The latter gives this machine's own release: an Ubuntu mirror holds no Debian 12.
+sources that this machine uses itself. Where nobody asks for a release, the latter gives this machine's own: an Ubuntu mirror has
+no Debian 12. Debian's mirrors hold its other releases beside it, so a Debian machine bootstraps each of :data:`DEBIAN_SUITES`;
+their signatures are checked with the keys that this machine's apt trusts.
 Either way the same packages go in and the same script finishes it.
 """
 
@@ -46,7 +48,13 @@ ADMIN = "admin"
 #: A file in the host whose keys open every account but root's.
 AUTHORIZED_KEYS = "/etc/ssh/lab-authorized-keys"
 
-_BASE = ("debian", "12")
+#: The release of Debian that a lab host is made of where nobody asks for another.
+DEFAULT_DEBIAN = "12"
+_BASE = ("debian", DEFAULT_DEBIAN)
+#: The releases of Debian that lab hosts are made of, and what its archive calls them.
+DEBIAN_SUITES: Mapping[str, str] = {"11": "bullseye", "12": "bookworm", "13": "trixie"}
+#: Components that a release has not, though later ones have them.
+_NOT_YET: Mapping[str, frozenset[str]] = {"bullseye": frozenset({"non-free-firmware"})}
 _PACKAGES = (
     "ca-certificates",
     "dbus",
@@ -154,28 +162,38 @@ class Recipe:
         return f"{REPOSITORY}:{distribution}-{version}-{self.digest}"
 
 
-def ensure_image(client: docker.DockerClient, reporter: Reporter, *, recipe: Recipe | None = None) -> Image:
+def ensure_image(
+    client: docker.DockerClient, reporter: Reporter, *, debian: str | None = None, recipe: Recipe | None = None
+) -> Image:
     """The lab host image, made first where it is not there yet.
 
     Two programs that need it at once make it once. Until it is whole it has no name, so one that was interrupted is made anew.
 
+    Args:
+        client: An engine that answers.
+        reporter: Is told what takes long.
+        debian: Insists on a release of :data:`DEBIAN_SUITES`. Else it is Debian 12, or what this machine's mirror gives.
+        recipe: What goes in; the lab's own when not given.
+
     Raises:
         LabError: Neither a registry nor this machine's own package mirror gave a base system, or packages could not be installed.
     """
+    if debian is not None and debian not in DEBIAN_SUITES:
+        raise LabError(f"lab hosts cannot be made of Debian {debian}", hint=f"one of {', '.join(sorted(DEBIAN_SUITES))}")
     recipe = recipe or Recipe()
-    found = _find(client, recipe)
+    found = _find(client, recipe, debian)
     if found is not None:
         return found
     with exclusive(
         lab_dir() / "image.lock", lambda: reporter.note("another v100ctl is making the lab host image; waiting for it")
     ):
-        found = _find(client, recipe)
+        found = _find(client, recipe, debian)
         if found is not None:
             return found
         _remove_unfinished(client)
         with reporter.phase("making the lab host image"), engine_errors("make the lab host image"):
             try:
-                return _make(client, reporter, recipe)
+                return _make(client, reporter, recipe, debian)
             except BaseException:
                 _remove_unfinished(client)
                 raise
@@ -208,12 +226,6 @@ def remove_images(client: docker.DockerClient) -> list[str]:
     return kept
 
 
-def image_distribution(image: Image) -> str:
-    """What the image is made of, for people: ``debian-12``."""
-    tag = next((tag for tag in image.tags if tag.startswith(f"{REPOSITORY}:")), "")
-    return tag.rpartition(":")[2].rpartition("-")[0]
-
-
 # --- finding ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +235,10 @@ def own_release() -> tuple[str, str, str]:
     return release.get("ID", ""), release.get("VERSION_ID", ""), release.get("VERSION_CODENAME", "")
 
 
-def _find(client: docker.DockerClient, recipe: Recipe) -> Image | None:
+def _find(client: docker.DockerClient, recipe: Recipe, debian: str | None) -> Image | None:
     distribution, version, _ = own_release()
-    for tag in dict.fromkeys([recipe.tag(*_BASE), recipe.tag(distribution or "linux", version or "0")]):
+    tags = [recipe.tag(*_BASE), recipe.tag(distribution or "linux", version or "0")]
+    for tag in dict.fromkeys(tags if debian is None else [recipe.tag("debian", debian)]):
         try:
             return client.images.get(tag)
         except ImageNotFound:
@@ -254,8 +267,9 @@ def _remove_unfinished(client: docker.DockerClient) -> None:
 # --- making -----------------------------------------------------------------------------------------------------------
 
 
-def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe) -> Image:
-    base = registry_base(client, reporter, *_BASE)
+def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe, debian: str | None) -> Image:
+    wanted = _BASE if debian is None else ("debian", debian)
+    base = registry_base(client, reporter, *wanted)
     if base is not None:
         with _container(client, recipe, base) as container:
             _run(
@@ -264,9 +278,16 @@ def _make(client: docker.DockerClient, reporter: Reporter, recipe: Recipe) -> Im
                 "install packages",
                 apt_text=apt_settings(),
             )
-            return _finish(client, container, recipe, *_BASE)
+            return _finish(client, container, recipe, *wanted)
     distribution, version, suite = own_release()
-    if (distribution, suite) != ("debian", "bookworm"):
+    if debian is not None:
+        if distribution != "debian":
+            raise LabError(
+                f"no registry gives debian:{debian}, and the package mirror of this machine is for {distribution} {version}",
+                hint=f"make `docker pull debian:{debian}` work, or leave the release open",
+            )
+        version, suite = debian, DEBIAN_SUITES[debian]
+    elif (distribution, suite) != ("debian", "bookworm"):
         reporter.note(f"lab hosts are made of {distribution} {suite}, this machine's own release, whose mirror it knows")
     base = bootstrap(client, reporter, recipe.packages, distribution, suite, labels={IMAGE_LABEL: recipe.digest})
     with _container(client, recipe, base) as container:
@@ -472,28 +493,50 @@ def _mmdebstrap_complaint(log: Path) -> str:
 
 
 def apt_sources(distribution: str, suite: str) -> list[str]:
-    """The distribution's own sources as this machine has them configured, in apt's one-line form."""
+    """The distribution's own sources as this machine has them configured, in apt's one-line form.
+
+    For another release of Debian than those that are configured, they are this machine's own with that release's names.
+    """
     fields = "$(SITE)|$(REPO_URI)|$(RELEASE)|$(CODENAME)|$(COMPONENT)|$(ORIGIN)"
     result = subprocess.run(
         ["apt-get", "indextargets", "--format", fields, "Created-By: Packages"], capture_output=True, text=True, check=False
     )
-    return parse_sources(result.stdout, distribution, suite)
+    own_distribution, _, own_suite = own_release()
+    derive = own_distribution == distribution == "debian" and own_suite != suite
+    return parse_sources(result.stdout, distribution, suite, derive_from=own_suite if derive else "")
 
 
-def parse_sources(text: str, distribution: str, suite: str) -> list[str]:
+def parse_sources(text: str, distribution: str, suite: str, *, derive_from: str = "") -> list[str]:
     """The lines of ``apt-get indextargets`` that are the distribution's release, its updates or its security updates.
 
     Args:
         text: One source a line: site, URI, release, code name, component and origin, separated by ``|``.
         distribution: ``debian`` or ``ubuntu``; sources of another origin are somebody else's packages.
         suite: The release's code name.
+        derive_from: The code name of a release whose places hold the other one too, if that is not among them.
 
     Raises:
         LabError: The release itself is not among them.
     """
+    found = _release_lines(text, distribution, suite)
+    if not found and derive_from:
+        lacks = _NOT_YET.get(suite, frozenset())
+        found = [
+            (uri, f"{suite}{name.removeprefix(derive_from)}", name, component)
+            for uri, _, name, component in _release_lines(text, distribution, derive_from)
+            if component not in lacks
+        ]
+    if not found:
+        raise LabError(
+            f"this machine's apt does not know {distribution} {suite}", hint="run `sudo apt-get update`, then run this again"
+        )
+    return list(dict.fromkeys(f"deb {uri} {release} {component}" for uri, release, _, component in found))
+
+
+def _release_lines(text: str, distribution: str, suite: str) -> list[tuple[str, str, str, str]]:
+    """Place, release as it is named there, its code name and component of each source; none where the release itself lacks."""
     wanted = {suite, f"{suite}-updates", f"{suite}-security"}
-    lines: dict[str, None] = {}
-    found: set[str] = set()
+    lines: list[tuple[str, str, str, str]] = []
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) != 6:
@@ -502,13 +545,8 @@ def parse_sources(text: str, distribution: str, suite: str) -> list[str]:
         # Debian's Release files give `bookworm-security` as the code name, Ubuntu's `jammy` for all: what was asked for decides.
         name = release if release in wanted else codename
         if origin.lower() == distribution and name in wanted and re.match(r"https?://|file:/|mirror", uri):
-            lines[f"deb {uri} {release} {component}"] = None
-            found.add(name)
-    if suite not in found:
-        raise LabError(
-            f"this machine's apt does not know {distribution} {suite}", hint="run `sudo apt-get update`, then run this again"
-        )
-    return list(lines)
+            lines.append((uri, release, name, component))
+    return lines if any(name == suite for _, _, name, _ in lines) else []
 
 
 # What apt has to know to reach the same mirrors from elsewhere. What it may trust stays each system's own affair.

@@ -14,11 +14,12 @@ fixture                   scope     value
 ``lab``                   session   :class:`~v100ctl.lab.hosts.Lab`: the hosts of this user, on an engine that answers
 ``lab_host``              session   a :class:`~v100ctl.lab.hosts.RunningHost` that all tests share
 ``fresh_lab_host``        function  one that this test alone gets, new
-``make_lab_host``         function  a function ``(**options) -> RunningHost`` for more of them, or with a sudo password
+``make_lab_host``         function  a function ``(**options) -> RunningHost`` for more of them, also with a sudo password, or of
+                                    another release (``debian="13"``)
 ``lab_ssh``               session   testinfra's ``Host`` for ``lab_host``, over SSH
 ``fresh_lab_ssh``         function  the same for ``fresh_lab_host``
 ``lab_inventory``         function  a function that writes an Ansible inventory of hosts and returns its path
-``make_v100_host``        function  a function ``(cards, driver="535") -> RunningHost`` for hosts with fake V100s
+``make_v100_host``        function  a function ``(cards, driver="535", debian=None) -> RunningHost`` for hosts with fake V100s
 ``lab_fault``             function  a function ``(host, name, card=None)`` that breaks one; mended when the test ends
 ``lab_reboot``            function  a function ``(host) -> RunningHost`` that restarts one and waits until it is back
 ``v100ctl_facts``         module    what the probe finds on testinfra's ``host``, by whichever backend (``--hosts``)
@@ -123,16 +124,19 @@ def lab_host(request: pytest.FixtureRequest, lab: Lab, lab_reporter: Reporter) -
 
 @pytest.fixture
 def make_lab_host(lab: Lab, lab_reporter: Reporter) -> Iterator[Callable[..., RunningHost]]:
-    """Makes new hosts that live as long as the test; takes :class:`~v100ctl.lab.hosts.LabHost`'s options but the owner."""
+    """Makes new hosts that live as long as the test; takes :class:`~v100ctl.lab.hosts.LabHost`'s options but the owner.
+
+    ``debian``: the release that it is made of (:data:`v100ctl.lab.image.DEBIAN_SUITES`).
+    """
     from v100ctl.lab.hosts import LabHost, run_identity
     from v100ctl.lab.image import ensure_image
 
     names: list[str] = []
 
-    def make(name: str | None = None, **options: Any) -> RunningHost:
+    def make(name: str | None = None, *, debian: str | None = None, **options: Any) -> RunningHost:
         chosen = LabHost(name or f"test-{os.getpid()}-{next(_serial)}", owner=run_identity(), **options)
         names.append(chosen.name)
-        return lab.up(chosen, ensure_image(lab.client, lab_reporter), lab_reporter)
+        return lab.up(chosen, ensure_image(lab.client, lab_reporter, debian=debian), lab_reporter)
 
     yield make
     if names:
@@ -143,12 +147,17 @@ def make_lab_host(lab: Lab, lab_reporter: Reporter) -> Iterator[Callable[..., Ru
 def make_v100_host(make_lab_host: Callable[..., RunningHost]) -> Callable[..., RunningHost]:
     """Makes new hosts with fake V100s, which live as long as the test: ``make_v100_host("4xV100-SXM2-16GB", driver="580")``.
 
-    The driver is a branch, an exact version, or ``none`` for a host that real packages go into.
+    The driver is a branch, an exact version, or ``none`` for a host that real packages go into. ``debian="13"`` makes one of that
+    release.
     """
     from v100ctl.lab.gpu import FakeCards, FakeDriver
+    from v100ctl.lab.image import DEFAULT_DEBIAN
 
-    def make(cards: str = "1xV100-PCIE-16GB", driver: str = "535", name: str | None = None) -> RunningHost:
-        return make_lab_host(name, cards=FakeCards.parse(cards), driver=FakeDriver.parse(driver))
+    def make(
+        cards: str = "1xV100-PCIE-16GB", driver: str = "535", name: str | None = None, *, debian: str | None = None
+    ) -> RunningHost:
+        played = FakeDriver.parse(driver, debian=debian or DEFAULT_DEBIAN)
+        return make_lab_host(name, debian=debian, cards=FakeCards.parse(cards), driver=played)
 
     return make
 

@@ -156,18 +156,23 @@ class FakeDriver:
     """The driver that a host starts with. ``version`` is empty for none.
 
     ``older_version``: one of the same branch that may still be loaded when this one is installed. ``built``: the date that its
-    module shows.
+    module shows. ``family``: how its packages' names start.
     """
 
     version: str = ""
     revision: str = ""
+    family: str = "nvidia"
     older_version: str = ""
     open_package: str = ""
     built: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> FakeDriver:
+    def parse(cls, text: str, *, debian: str = "12") -> FakeDriver:
         """A branch (``535``), an exact version (``580.159.04``) or ``none``.
+
+        Args:
+            text: What somebody asked for.
+            debian: The release whose packages it stands for.
 
         Raises:
             LabError: The catalog has no such branch.
@@ -181,21 +186,29 @@ class FakeDriver:
             raise LabError(
                 f"{text}: the catalog has no such driver", hint=f"`{NO_DRIVER}`, or one of {known}, or an exact version"
             )
-        debian = any(source.kind == "distribution" and source.version for source in row.sources("debian", "12"))
-        version = text if "." in text else _newest(row)
+        packaged = next(
+            (source for source in row.sources("debian", debian) if source.kind == "distribution" and source.version), None
+        )
+        # In a release that carries several branches, all but one have their branch in their names.
+        modules = (
+            name.removesuffix("-kernel-dkms") for name in (packaged.packages if packaged else ()) if name.endswith("-kernel-dkms")
+        )
+        family = next(modules, "nvidia")
+        version = text if "." in text else _newest(row, debian)
         return cls(
             version=version,
             # As Debian's own archive and as NVIDIA's repository number their packages.
-            revision="-0+deb12u1" if debian else "-1",
+            revision=f"-{packaged.version.partition('-')[2]}" if packaged and packaged.version else "-1",
+            family=family,
             older_version=row.first_version,
-            open_package="nvidia-open-kernel-dkms" if debian else "nvidia-kernel-open-dkms",
+            open_package=f"{family}-open-kernel-dkms" if packaged else "nvidia-kernel-open-dkms",
             built=f"{row.released or date(2020, 1, 1):%a %b %e} 00:00:00 UTC {(row.released or date(2020, 1, 1)).year}",
         )
 
 
-def _newest(row: DriverBranch) -> str:
+def _newest(row: DriverBranch, debian: str) -> str:
     """The newest version of a branch that the catalog names: Debian's own, else the last known to build for a kernel."""
-    packaged = [source.version for source in row.sources("debian", "12") if source.version]
+    packaged = [source.version for source in row.sources("debian", debian) if source.version]
     upstream = re.match(r"\d{3}\.\d+(?:\.\d+)?", packaged[0]) if packaged else None
     if upstream:
         return upstream.group()
@@ -266,6 +279,7 @@ def specification(host: str, cards: FakeCards, driver: FakeDriver) -> dict[str, 
         "driver": {
             "version": driver.version,
             "revision": driver.revision,
+            "family": driver.family,
             "older_version": driver.older_version,
             "open_package": driver.open_package,
             "built": driver.built or "Thu Jan  1 00:00:00 UTC 1970",

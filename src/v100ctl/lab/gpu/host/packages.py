@@ -74,12 +74,20 @@ def stand_ins(driver: dict[str, Any]) -> dict[str, str]:
     """The packages of a driver, as Debian and NVIDIA's repository for Debian name them: name -> version.
 
     Args:
-        driver: ``version``, ``revision`` (what follows it in the package's version) and ``flavour``.
+        driver: ``version``, ``revision`` (what follows it in the package's version), ``flavour``, and ``family`` (how its
+            packages' names start: ``nvidia``, ``nvidia-tesla-535``).
     """
     version = driver["version"] + driver["revision"]
-    kernel = "nvidia-kernel-dkms" if driver["flavour"] == "proprietary" else driver["open_package"]
-    names = ("nvidia-driver", kernel, "nvidia-kernel-support", "libcuda1", "libnvidia-ml1", "nvidia-smi", *DAEMONS)
+    family = driver["family"]
+    kernel = _modules(driver) if driver["flavour"] == "proprietary" else driver["open_package"]
+    libraries = ("libcuda1", "libnvidia-ml1") if family == "nvidia" else (f"lib{family}-cuda1", f"lib{family}-ml1")
+    names = (f"{family}-driver", kernel, f"{family}-kernel-support", *libraries, f"{family}-smi", *DAEMONS)
     return {name: version for name in names}
+
+
+def _modules(driver: dict[str, Any]) -> str:
+    """The package with the proprietary modules."""
+    return f"{driver['family']}-kernel-dkms"
 
 
 _SERVICE = """[Unit]
@@ -113,7 +121,7 @@ def install(driver: dict[str, Any]) -> None:
     """
     wanted = stand_ins(driver)
     present = installed(Path("/"))
-    obsolete = [name for name in ("nvidia-kernel-dkms", driver["open_package"]) if name in present and name not in wanted]
+    obsolete = [name for name in (_modules(driver), driver["open_package"]) if name in present and name not in wanted]
     if obsolete:
         _dpkg("--purge", "--force-depends", *obsolete)
     missing = {name: version for name, version in wanted.items() if present.get(name) != version}
@@ -149,7 +157,7 @@ def _build(folder: Path, name: str, version: str, driver: str) -> str:
         f"Maintainer: v100ctl lab <root@localhost>\nDescription: {STAND_IN}\n",
         encoding="utf-8",
     )
-    if name == "libnvidia-ml1":
+    if name.startswith("libnvidia-") and name.endswith("ml1"):
         libraries = tree / "usr/lib/x86_64-linux-gnu"
         libraries.mkdir(parents=True)
         (libraries / f"libnvidia-ml.so.{driver}").write_text("a stand-in\n", encoding="utf-8")
