@@ -76,16 +76,19 @@ HTTPServer((options.host, int(options.port)), Handler).serve_forever()
 """
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_archive(path: Path) -> Path:
     """The archive that somebody hands over."""
-    path = tmp_path_factory.mktemp("engine") / "pxa-v3.1.tar.gz"
     with tarfile.open(path, "w:gz") as archive:
         for name, content, mode in (("bin/llama-server", SERVER, 0o755), ("lib/kernels.txt", "pxq kernel\n", 0o644)):
             member = tarfile.TarInfo(f"pxa-v3.1/{name}")
             member.size, member.mode = len(content), mode
             archive.addfile(member, io.BytesIO(content.encode()))
     return path
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_archive(tmp_path_factory.mktemp("engine") / "pxa-v3.1.tar.gz")
 
 
 @pytest.fixture(scope="module")

@@ -286,6 +286,48 @@ def test_the_long_way_round(
     assert differences(host, back) == []
 
 
+#: What Debian's other releases carry of each branch, with a package that only this branch's set has.
+CARRIED = {
+    "11": {"535": ("535.309.01", "nvidia-kernel-dkms")},
+    "13": {"535": ("535.274.02", "nvidia-tesla-535-kernel-dkms"), "550": ("550.163.01", "nvidia-kernel-dkms")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", sorted(CARRIED))
+def test_real_packages_of_other_releases(
+    release: str, make_v100_host: Callable[..., RunningHost], play: Callable[..., Done]
+) -> None:
+    """A bare host gets 535; 580 is refused with the reason; where there is another branch, it takes the place of the first."""
+    host = make_v100_host(driver="none", debian=release)
+    variables = {"llama_cpp_backend": "cuda", "llm_server_instances": {"chat": INSTANCE}, "nvidia_driver_reboot_timeout_s": 180}
+
+    config = parse_config(host.name, {**variables, "nvidia_driver_branch": "580"})
+    refused = plan(host.name, config, facts_of(host, variables), as_of=date(2026, 11, 29))
+    rule = next(rule for rule in refused.rules if rule.id == "driver-not-packaged")
+    assert rule.severity == "refuse"
+    assert f"Debian {release} " in rule.reason and "packages of driver branch 580: " in rule.reason
+    assert on_host(host, "ls /etc/apt/sources.list.d").strip() == ""
+
+    # What a host gets unasked first, then every other branch, and the first once more.
+    branches = ["auto", *(branch for branch in CARRIED[release] if branch != "535")]
+    for branch in branches if len(branches) == 1 else [*branches, "535"]:
+        version, package = CARRIED[release]["535" if branch == "auto" else branch]
+        asked = {**variables, "nvidia_driver_branch": branch}
+        assert changed(play(host, asked)) > 0
+        facts = facts_of(host, asked)
+        assert (facts.nvidia.module_version, facts.nvidia.module_flavour) == (version, "proprietary")
+        assert facts.nvidia.smi.status == "ok"
+        found = driver_packages(host)
+        assert found[package] == version
+        assert {found[name] for name in found if name not in ("nvidia-modprobe", "nvidia-persistenced")} == {version}
+        assert set(found) <= set(on_host(host, "apt-mark showhold").split())
+        assert "nvidia" not in on_host(host, "apt-get -s dist-upgrade")
+        assert differences(host, asked) == []
+        assert changed(play(host, asked)) == 0
+    assert on_host(host, "dpkg --audit") == ""
+
+
 @pytest.mark.slow
 def test_a_host_that_provisions_itself_goes_on_after_its_reboot(
     make_v100_host: Callable[..., RunningHost], lab_reboot: Callable[[RunningHost], RunningHost]
