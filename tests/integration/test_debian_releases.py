@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.device import shapes
+from v100ctl import practice
 from v100ctl.lab.containers import put_file
 from v100ctl.lab.gpu import FakeCards, FakeDriver
 from v100ctl.lab.hosts import LabHost, run_identity, write_inventory
@@ -182,6 +183,22 @@ def test_a_timer_takes_the_place_of_cron(host: RunningHost, inventory: Path) -> 
     assert on_host(host, f"systemctl show --value --property NextElapseUSecRealtime {timer}").strip()
     assert result(inventory, host, "provision")["status"] == "unchanged"
     assert result(inventory, host, "audit")["findings"] == []
+
+
+def test_llama_cpp_is_compiled_and_serves(release: str, lab: Lab, lab_reporter: Reporter, tmp_path: Path) -> None:
+    """With the release's own compiler and libraries: what is built on one is not what serves on another."""
+    made = LabHost(f"test-{os.getpid()}-build-{release}", owner=run_identity())
+    host = lab.up(made, ensure_image(lab.client, lab_reporter, debian=release), lab_reporter)
+    try:
+        path = write_inventory(
+            tmp_path / "hosts.yml", {host.name: host.variables()}, variables=practice.inventory_variables(builder=False)
+        )
+        found = result(path, host, "provision")
+        assert found["status"] == "changed" and found["proofs"]["chat"]["tokens"] > 0
+        assert result(path, host, "provision")["status"] == "unchanged"
+        assert result(path, host, "audit", "--deep")["findings"] == []
+    finally:
+        lab.down(host.name)
 
 
 #: Roles whose scenarios name no package of one release.
