@@ -272,8 +272,9 @@ def every_unit(version: int) -> dict[str, str]:
     return found
 
 
-#: What serves a model has least; what binds ports as root, or restarts servers, a little more. Two set cards up at boot and end.
-EXPOSURE = {"v100-": 2.5, "v100ctl-": 4.0}
+#: The highest by the start of a unit's name. What serves a model has least; what asks for restarts as root has more, what
+#: binds ports as root most. Two set cards up at boot and end.
+EXPOSURE = {"v100-": 2.5, "v100ctl-gateway": 4.5, "v100ctl-": 4.0}
 UNCONFINED = (DEVICES_UNIT, TUNING_UNIT)
 
 
