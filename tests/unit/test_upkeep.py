@@ -16,7 +16,7 @@ from v100ctl.catalog import load_catalog
 from v100ctl.compare import compare
 from v100ctl.errors import InventoryError
 from v100ctl.fleet import NightlyRestart
-from v100ctl.plan import HostPlan, probe_request, upkeep
+from v100ctl.plan import HostPlan, gateway, probe_request, upkeep
 from v100ctl.probe import host_script
 
 from .factory import applied_facts, make_config, make_facts, make_plan
@@ -99,6 +99,13 @@ def test_a_nightly_restart_is_cron_s_or_a_timer_s() -> None:
     # Another cron does as well.
     other = make_facts(packages={"installed": {"cronie": "1"}})
     assert make_plan(facts=other, config=make_config(NIGHTLY)).upkeep.units == (upkeep.WATCHDOG_UNIT,)
+
+
+def test_a_nightly_restart_may_write_where_the_gateway_keeps_who_is_out() -> None:
+    """What is read-only to it cannot be drained: it would cut the requests that run."""
+    unit = next(file.content for file in decided(NIGHTLY, gateway_placement="host").files if upkeep.NIGHTLY_UNIT in file.path)
+    writable = next(line for line in unit.splitlines() if line.startswith("ReadWritePaths=")).partition("=")[2].split()
+    assert f"-{gateway.RUNTIME_FOLDER}" in writable
 
 
 def test_hosts_are_spread_over_the_window_and_stay_where_they_are() -> None:

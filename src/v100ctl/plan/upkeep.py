@@ -17,6 +17,7 @@ from v100ctl.catalog.rows import Progress
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec, NightlyRestart
 from v100ctl.paths import content_dir
+from v100ctl.plan.gateway import RUNTIME_FOLDER
 from v100ctl.plan.render import MANAGED_HEADER, render
 from v100ctl.plan.types import Account, Instance, ManagedFile, Rule, UpkeepDecision, plain_data
 from v100ctl.plan.units import PROGRAMS_DIR, ROLE, local_url
@@ -199,7 +200,13 @@ def decide_upkeep(
             ManagedFile(NIGHTLY_PROGRAM, _program("nightly.py"), ROLE, mode="0755"),
             ManagedFile(
                 f"{UNITS_DIR}/{NIGHTLY_UNIT}",
-                render("systemd/nightly.service.j2", program=NIGHTLY_PROGRAM, state_dir=STATE_DIR, units_dir=UNITS_DIR),
+                render(
+                    "systemd/nightly.service.j2",
+                    program=NIGHTLY_PROGRAM,
+                    state_dir=STATE_DIR,
+                    gateway_folder=RUNTIME_FOLDER,
+                    units_dir=UNITS_DIR,
+                ),
                 ROLE,
             ),
         ]
