@@ -167,9 +167,16 @@ def test_the_gateway_is_sound(host: RunningHost) -> None:
 def test_the_nightly_restart_runs(host: RunningHost, inventory: Path) -> None:
     assert on_host(host, "systemctl is-active cron.service").strip() == "active"
     before = on_host(host, f"systemctl show --value --property MainPID {UNIT}")
-    on_host(host, "systemctl start v100ctl-nightly@chat.service")
+    # The lab's `nvidia-smi` reads other processes' environments, where a real one asks the driver.
+    drop_in = "/run/systemd/system/v100ctl-nightly@chat.service.d"
+    text = r"[Service]\nCapabilityBoundingSet=CAP_SYS_PTRACE CAP_DAC_READ_SEARCH\n"
+    on_host(host, f"mkdir -p {drop_in}; printf '{text}' > {drop_in}/lab.conf")
+    host.execute("/bin/sh", "-c", "systemctl daemon-reload; systemctl start v100ctl-nightly@chat.service")
+    on_host(host, f"rm -r {drop_in}; systemctl daemon-reload")
+    said = on_host(host, "journalctl --no-pager --output cat --unit v100ctl-nightly@chat.service")
+    assert "the gateway cannot" not in said, said
     state = json.loads(on_host(host, f"cat {upkeep.STATE_DIR}/chat.nightly.json"))
-    assert state["outcome"] == "restarted", state
+    assert state["outcome"] == "restarted", said
     assert on_host(host, f"systemctl show --value --property MainPID {UNIT}") != before
     assert result(inventory, host, "audit")["findings"] == []
 

@@ -304,7 +304,9 @@ class Distribution(Row):
 
     Attributes:
         id: ``ID`` of ``os-release``; a rebuild of Enterprise Linux is looked up under ``rhel``.
-        tested: ``run``: the whole path is run by this project's tests. ``rendered``: names were looked up, nothing was run.
+        tested: ``run``: the whole path is run by this project's tests. ``partly``: all of it but ``not_run``. ``rendered``: names
+            were looked up, nothing was run.
+        not_run: What of the path was not run there.
         glibc, gcc, kernel, python, cmake: What the release brings by default.
         compilers: gcc major -> the package of its C++ compiler, the default one among them.
         toolchain_repository: A repository that has some of ``toolchain_packages`` and that the release does not enable by itself,
@@ -326,7 +328,8 @@ class Distribution(Row):
     version_id: str
     name: str
     package_manager: Literal["apt", "dnf"]
-    tested: Literal["run", "rendered"]
+    tested: Literal["run", "partly", "rendered"]
+    not_run: str | None = None
     glibc: str
     gcc: int
     kernel: str

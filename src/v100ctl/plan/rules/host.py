@@ -31,6 +31,13 @@ def host_rules(facts: Facts, catalog: Catalog) -> Iterator[Rule]:
             f"{found} has no row in the catalog of {catalog.as_of}",
             ", ".join(row.name for row in catalog.distributions),
         )
+    elif distribution.tested == "partly":
+        yield Rule(
+            "distribution-untested",
+            "info",
+            f"{distribution.name}: this project's tests run there, except for {distribution.not_run}",
+            ", ".join(row.name for row in catalog.distributions if row.tested == "run"),
+        )
     elif distribution.tested == "rendered":
         run = [row for row in catalog.distributions if row.tested == "run"]
         # Where apt is, all but the names is what the tests run elsewhere.
