@@ -101,8 +101,7 @@ CALLS: list[tuple[str, str, list[str]]] = [
             "apt-get update",
             "HEADERS",
             f"apt-get install {REPLACING} nvidia-tesla-535-kernel-dkms libnvidia-tesla-535-cuda1 nvidia-tesla-535-smi "
-            "libnvidia-tesla-535-cfg1 "
-            "nvidia-persistenced nvidia-modprobe",
+            "libnvidia-tesla-535-cfg1 nvidia-persistenced nvidia-modprobe",
         ],
     ),
     (
