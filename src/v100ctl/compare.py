@@ -14,7 +14,7 @@ from v100ctl.catalog import load_catalog
 from v100ctl.facts import Facts, ProcessFacts, UnitFacts
 from v100ctl.findings import PROVISION as _PROVISION
 from v100ctl.findings import Applied, Finding, FindingSeverity, Kind, Layer
-from v100ctl.plan import DIGEST_VARIABLE, firewall, gateway
+from v100ctl.plan import DIGEST_VARIABLE, firewall, gateway, monitoring
 from v100ctl.plan.driver_actions import package_problem, unheld_packages
 from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.numa import format_cpus, parse_cpus
@@ -112,6 +112,7 @@ def compare(plan: HostPlan, facts: Facts) -> tuple[Finding, ...]:
         *_firewall(plan, facts),
         *around(plan, facts),
         *_upkeep(plan, facts, applied),
+        *_monitoring(plan, facts, applied),
     )
 
 
@@ -729,6 +730,35 @@ def _upkeep(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]
         yield Finding(
             f"file.unwanted:{path}", "pending", "file", "llm_server", "absent", "of a plan before this", "warn", _PROVISION
         )
+
+
+def _monitoring(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
+    """Who tells the state of the host: the timer, and the exporters as they run."""
+    decision = plan.monitoring
+    if decision is None:
+        return
+
+    def finding(what: str, name: str, expected: str, actual: str, kind: Kind, layer: Layer = "unit") -> Finding:
+        return Finding(f"{layer}.{what}:{name}", kind, layer, monitoring.ROLE, expected, actual, "warn", _PROVISION)
+
+    for name in decision.units:
+        ours = monitoring.drop_in(name) if name != monitoring.TIMER else f"{monitoring.UNITS_DIR}/{name}"
+        for what, expected, actual in _not_running(facts.units.get(name)):
+            yield finding(what, name, expected, actual, applied.kind(bool(applied.file(ours))))
+    service = facts.units.get(decision.service)
+    if service is not None and service.active_state == "failed":
+        yield finding("failed", decision.service, "no failure", f"result {service.result or 'unknown'}", "drifted")
+    for exporter in decision.exporters:
+        process = facts.process_of(exporter.unit)
+        if process is not None and not set(exporter.arguments) <= set(process.argv):
+            kind = applied.kind(bool(applied.file(monitoring.drop_in(exporter.unit))))
+            yield finding("argv", exporter.unit, shlex.join(exporter.arguments), shlex.join(process.argv), kind, "process")
+    for path in decision.absent_files:
+        # What the timer wrote goes with its files.
+        if path in facts.files:
+            yield finding("unwanted", path, "absent", "of a plan before this", "pending", "file")
+    for name in decision.missing_packages:
+        yield finding("missing", name, "installed", "not installed", applied.kind(name in applied.words("packages")), "package")
 
 
 def _behind(decision: GatewayDecision) -> Iterator[tuple[GatewayFront, str]]:

@@ -772,6 +772,14 @@ class HostConfig(BaseModel):
     gateway_server_ca: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
     gateway_stats_port: int = Field(ge=0, le=65535)
     gateway_firewall: Literal["none", "auto"]
+    monitoring_enabled: bool
+    monitoring_interval_s: int = Field(ge=10, le=3600)
+    monitoring_node_exporter: Literal["distribution", "none"]
+    monitoring_textfile_directory: str = Field(pattern=r"^(/[^\s\"'$`\\%:]+)?$")
+    monitoring_listen: IpAddress
+    monitoring_port: int = Field(ge=1, le=65535)
+    monitoring_dcgm: bool
+    monitoring_dcgm_port: int = Field(ge=1, le=65535)
     llm_server_instances: Annotated[dict[str, InstanceSpec], AfterValidator(_instance_names)]
     llm_server_allow_unauthenticated: bool
     llm_server_adopt: tuple[Annotated[str, Field(pattern=r"^([^\s/]+/)?[a-z0-9-]+$")], ...]
@@ -790,7 +798,18 @@ class HostConfig(BaseModel):
 
 
 #: Variables with these beginnings are looked at: one that resembles ours is taken for a misspelling.
-VARIABLE_PREFIXES = ("gateway_", "llm_", "llama_", "nvidia_", "cuda_", "gpu_", "model_store_", "vllm_", "external_engine")
+VARIABLE_PREFIXES = (
+    "gateway_",
+    "llm_",
+    "llama_",
+    "monitoring_",
+    "nvidia_",
+    "cuda_",
+    "gpu_",
+    "model_store_",
+    "vllm_",
+    "external_engine",
+)
 #: The inventory variables, by name; also what the filter plugin takes from ``hostvars``.
 CONFIG_VARIABLES: tuple[str, ...] = (*HostConfig.model_fields, "llm_server_instance_overrides")
 

@@ -24,7 +24,7 @@ _SWAPPED_BYTES = 64 * 1024**2
 #: `nvidia-smi` counts in whole MiB, and an engine may leave out what it shares.
 _LEAST_SHARE = 0.95
 #: "GPU Max Operating Temp" and "Memory Max Operating Temp" that `nvidia-smi -q` shows of a V100.
-_OPERATING_C, _MEMORY_C = 83, 85
+OPERATING_C, MEMORY_C = 83, 85
 _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
@@ -282,12 +282,12 @@ def _cards(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
         core, memory = gpu.temperature_c or 0, gpu.memory_temperature_c or 0
         slowed = gpu.throttle_reasons is not None and any("thermal" in reason for reason in gpu.throttle_reasons)
         # One that is slowed already is told by its own finding.
-        if key in used and not slowed and (core > _OPERATING_C or memory > _MEMORY_C):
+        if key in used and not slowed and (core > OPERATING_C or memory > MEMORY_C):
             yield _external(
                 f"gpu.hot:{key}",
                 "hardware",
                 "gpu_tuning",
-                f"at most {_OPERATING_C} C, and {_MEMORY_C} C of its memory",
+                f"at most {OPERATING_C} C, and {MEMORY_C} C of its memory",
                 f"{core} C, memory {memory} C",
                 "look at fans, filters and the air before the card; `gpu_tuning_power_limit_w` lowers its heat",
             )

@@ -25,6 +25,7 @@ _LAYERS: Mapping[str, Layer] = {
     "model_store": "file",
     "llm_server": "unit",
     "gateway": "unit",
+    "monitoring": "unit",
 }
 
 

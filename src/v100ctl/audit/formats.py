@@ -11,6 +11,7 @@ from typing import Any
 
 from v100ctl.audit import AuditReport, HostAudit
 from v100ctl.findings import Finding, Layer
+from v100ctl.monitoring.names import AUDIT_METRICS
 
 LAYERS: tuple[Layer, ...] = ("package", "driver", "file", "unit", "process", "hardware", "service")
 _FAILING = ("error", "critical")
@@ -95,14 +96,13 @@ def to_prometheus(report: AuditReport, *, now_s: float) -> str:
     """
     lines: list[str] = []
 
-    def metric(name: str, help_text: str, samples: list[str]) -> None:
+    def metric(name: str, samples: list[str]) -> None:
         if samples:
-            lines.extend((f"# HELP {name} {help_text}", f"# TYPE {name} gauge", *samples))
+            lines.extend((f"# HELP {name} {AUDIT_METRICS[name]}", f"# TYPE {name} gauge", *samples))
 
     hosts = report.hosts
     metric(
         "v100ctl_audit_host_status",
-        "1 for the status that the host has.",
         [
             _sample("v100ctl_audit_host_status", {"host": name, "status": status}, int(host.status == status))
             for name, host in hosts.items()
@@ -111,7 +111,6 @@ def to_prometheus(report: AuditReport, *, now_s: float) -> str:
     )
     metric(
         "v100ctl_audit_findings",
-        "Findings of a host by kind, layer and severity.",
         [
             _sample("v100ctl_audit_findings", {"host": name, "kind": kind, "layer": layer, "severity": severity}, findings)
             for name, host in hosts.items()
@@ -120,7 +119,6 @@ def to_prometheus(report: AuditReport, *, now_s: float) -> str:
     )
     metric(
         "v100ctl_audit_finding",
-        "1 for each finding, by its id.",
         [
             _sample(
                 "v100ctl_audit_finding",
@@ -134,19 +132,14 @@ def to_prometheus(report: AuditReport, *, now_s: float) -> str:
     )
     metric(
         "v100ctl_audit_probe_seconds",
-        "How long the host took to look at itself.",
         [
             _sample("v100ctl_audit_probe_seconds", {"host": name}, round(host.probe_ms / 1000, 4))
             for name, host in hosts.items()
             if host.probe_ms is not None
         ],
     )
-    metric(
-        "v100ctl_audit_exit_code", "What `v100ctl audit` exited with.", [_sample("v100ctl_audit_exit_code", {}, report.exit_code)]
-    )
-    metric(
-        "v100ctl_audit_timestamp_seconds", "When it was made.", [_sample("v100ctl_audit_timestamp_seconds", {}, round(now_s, 3))]
-    )
+    metric("v100ctl_audit_exit_code", [_sample("v100ctl_audit_exit_code", {}, report.exit_code)])
+    metric("v100ctl_audit_timestamp_seconds", [_sample("v100ctl_audit_timestamp_seconds", {}, round(now_s, 3))])
     return "\n".join(lines) + "\n"
 
 

@@ -33,6 +33,7 @@ from v100ctl.catalog.hardware import (
     plain_name,
 )
 from v100ctl.catalog.llama_cpp import Archive, CmakeOptions, LlamaCppBuild, LlamaCppFlags, LlamaCppParser, ParserFlag
+from v100ctl.catalog.monitoring import Monitoring
 from v100ctl.catalog.profiles import Profile, load_profiles
 from v100ctl.catalog.rows import Row, version_key
 from v100ctl.catalog.vllm import VllmArgument, VllmParser, VllmRow, load_parser
@@ -51,6 +52,7 @@ __all__ = [
     "LlamaCppBuild",
     "LlamaCppFlags",
     "LlamaCppParser",
+    "Monitoring",
     "NeighbourGpu",
     "PackageSource",
     "ParserFlag",
@@ -64,7 +66,7 @@ __all__ = [
 
 
 #: Files whose dates make the catalog's; big generated ones carry the date on which they were made, which is not an age.
-_DATED_FILES = ("llama_cpp.yml", "distributions.yml", "gpus.yml", "drivers.yml", "cuda.yml", "vllm.yml")
+_DATED_FILES = ("llama_cpp.yml", "distributions.yml", "gpus.yml", "drivers.yml", "cuda.yml", "vllm.yml", "monitoring.yml")
 
 
 class Catalog(Row):
@@ -163,6 +165,12 @@ class Catalog(Row):
     def cuda(self) -> tuple[CudaRow, ...]:
         """CUDA toolkits, the oldest first."""
         return _rows(CudaRow, "cuda.yml", "cuda")
+
+    @functools.cached_property
+    def monitoring(self) -> Monitoring:
+        """What exports a host's metrics."""
+        document = _document("monitoring.yml")
+        return Monitoring.model_validate({key: value for key, value in document.items() if key != "as_of"})
 
     def gpu(self, pci_id: str) -> GpuRow | None:
         """The V100 with this vendor and device, ``10de:1db1`` in either case; ``None`` for every other card."""

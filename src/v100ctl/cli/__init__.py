@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "provision": ("v100ctl.cli.provision", "Make hosts as planned and prove it with a real completion."),
     "rollout": ("v100ctl.cli.rollout", "Change a fleet host by host, gated, and lose no request."),
     "gateway": ("v100ctl.cli.gateway", "Print the fleet's servers for a gateway of your own."),
+    "monitoring": ("v100ctl.cli.monitoring", "Print what Prometheus and Grafana are told of the fleet."),
     "rollback": ("v100ctl.cli.rollback", "Bring a host back to its previous good state, and prove it."),
     "history": ("v100ctl.cli.history", "Show what was applied to a host and proved, and when."),
     "recover": ("v100ctl.cli.recover", "Bring a host's cards back without a reboot, or say what alone helps."),

@@ -27,7 +27,19 @@ from v100ctl.fleet import (
     with_servers,
 )
 from v100ctl.models.types import HubListing, Known, ModelHeader, NotAModel
-from v100ctl.plan import adoption, driver_actions, external, firewall, fleet_gateway, gateway, llama_cpp, tuning, units, upkeep
+from v100ctl.plan import (
+    adoption,
+    driver_actions,
+    external,
+    firewall,
+    fleet_gateway,
+    gateway,
+    llama_cpp,
+    monitoring,
+    tuning,
+    units,
+    upkeep,
+)
 from v100ctl.plan.cuda import decide_cuda
 from v100ctl.plan.host_json import HOST_JSON, with_host_json
 from v100ctl.plan.instances import Planner
@@ -87,6 +99,7 @@ def probe_request(config: HostConfig, *, deep: bool = False) -> ProbeRequest:
             *driver_actions.FILES,
             *tuning.FILES,
             *gateway.FILES,
+            *monitoring.FILES,
             *units.FILES,
             *upkeep.FILES,
             adoption.ADOPTED,
@@ -159,6 +172,7 @@ def plan(
         front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
         front_packages = (gateway.PACKAGE,) if front and front.state == "started" else ()
     ports = firewall.public_ports(config, planner.public, front)
+    watch, watch_files = monitoring.decide_monitoring(config, facts, planner.driver, planner.cuda, catalog)
     # An instance that the inventory has dropped is stopped and removed.
     started = [Unit(unit_name(name), name, enabled=False, state="absent") for name in sorted(dropped)]
     for name in sorted(config.llm_server_instances):
@@ -178,6 +192,7 @@ def plan(
         *firewall.firewall_rules(config, facts, ports),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),
+        *monitoring.monitoring_rules(config, facts, planner.driver, planner.cuda, planner.public, distribution, catalog),
         *limit_rules(facts, LIMIT_NOFILE),
         *build_rules(
             config,
@@ -222,6 +237,7 @@ def plan(
                 *(planner.files[name] for name in sorted(planner.files)),
                 *front_files,
                 *care_files,
+                *watch_files,
             ),
             absent_files=leftover_files(facts, kept),
             units=tuple(started),
@@ -233,6 +249,7 @@ def plan(
             upkeep=care,
             adoptions=planner.adoptions,
             firewall=firewall.decide(config, facts, ports),
+            monitoring=watch,
         )
     )
 

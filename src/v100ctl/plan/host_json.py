@@ -20,7 +20,7 @@ def with_host_json(decided: HostPlan) -> HostPlan:
     document: dict[str, Any] = {
         "schema": "v100ctl/host/1",
         "comment": "Managed by v100ctl. Changes are overwritten.",
-        "packages": list(decided.packages),
+        "packages": [*decided.packages, *(decided.monitoring.packages if decided.monitoring else ())],
         "releases": [{"engine": item.engine, "build_id": item.build_id, "path": item.path} for item in decided.releases],
         "models": [
             {"path": item.path, "sha256": item.sha256}

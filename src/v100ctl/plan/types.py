@@ -391,6 +391,35 @@ class UpkeepDecision:
 
 
 @dataclass(frozen=True)
+class Exporter:
+    """A unit that serves metrics, and words of its command line by which a running one is known to be as planned."""
+
+    unit: str
+    arguments: tuple[str, ...]
+    url: str
+
+
+@dataclass(frozen=True)
+class MonitoringDecision:
+    """Who tells the state of a host: a timer that writes metrics, and exporters that serve them.
+
+    ``textfile`` is what the timer writes. ``units`` run and come back after a reboot. ``packages`` are installed once the files
+    are there: an exporter starts when it is installed, and shall not listen everywhere until then. ``missing_packages`` are not
+    there yet. ``absent_units`` and ``absent_files`` are of what is wanted no more.
+    """
+
+    state: Literal["started", "absent"]
+    textfile: str = ""
+    service: str = ""
+    units: tuple[str, ...] = ()
+    exporters: tuple[Exporter, ...] = ()
+    packages: tuple[str, ...] = ()
+    missing_packages: tuple[str, ...] = ()
+    absent_units: tuple[str, ...] = ()
+    absent_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Instance:
     """One served model. ``digest`` covers everything whose change needs a restart; the process carries it in its environment.
 
@@ -458,6 +487,7 @@ class HostPlan:
     upkeep: UpkeepDecision = UpkeepDecision()
     adoptions: tuple[Adoption, ...] = ()
     firewall: FirewallDecision | None = None
+    monitoring: MonitoringDecision | None = None
 
     @property
     def verdict(self) -> Verdict:

@@ -127,9 +127,13 @@ OTHER_UNITS = (
     # Its name on Enterprise Linux.
     "crond.service",
     "docker.service",
+    "nvidia-dcgm-exporter.service",
     "nvidia-persistenced.service",
+    "prometheus-node-exporter.service",
     "v100ctl-gateway.service",
     "v100ctl-gpu-tuning.service",
+    "v100ctl-metrics.service",
+    "v100ctl-metrics.timer",
     "v100ctl-watchdog.service",
 )
 UNIT_PROPERTIES = (

@@ -14,13 +14,13 @@ from v100ctl.plan.cards import HostCard
 from v100ctl.plan.types import Rule, Severity
 
 #: Reasons for lower clocks that are no one's wish. A power cap and synchronised clocks are.
-_SLOWED: Mapping[str, str] = {
+SLOWED: Mapping[str, str] = {
     "hw_thermal_slowdown": "heat, in hardware",
     "sw_thermal_slowdown": "heat",
     "hw_power_brake_slowdown": "the power brake of the board or the supply",
 }
-_PAGES_AT_MOST = 64
-_DOUBLE_BIT_ERROR, _RETIREMENT_FAILED = 48, 64
+PAGES_AT_MOST = 64
+DOUBLE_BIT_ERROR, _RETIREMENT_FAILED = 48, 64
 _XID_WORDS: Mapping[int, str] = {
     13: "an exception in a program",
     31: "a memory fault of a program",
@@ -38,7 +38,7 @@ _XID_WORDS: Mapping[int, str] = {
     119: "the card's own processor gave no answer",
 }
 #: Those that a program brings about by itself.
-_OF_PROGRAMS = frozenset({13, 31, 43, 45, 69})
+XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45, 69})
 _RECOVER = "`v100ctl recover HOST`"
 
 
@@ -98,7 +98,7 @@ def _gone_rules(cards: Sequence[HostCard], facts: Facts) -> Iterator[Rule]:
 
 def _heat_rules(card: HostCard, severity: Severity) -> Iterator[Rule]:
     gpu = card.gpu
-    reasons = [words for name, words in _SLOWED.items() if name in (gpu.throttle_reasons or ())]
+    reasons = [words for name, words in SLOWED.items() if name in (gpu.throttle_reasons or ())]
     if not reasons and "hw_slowdown" in (gpu.throttle_reasons or ()):
         reasons = ["the hardware, without a reason"]
     if not reasons:
@@ -126,7 +126,7 @@ def _memory_rules(card: HostCard, xids: Sequence[Xid], severity: Severity, *, is
     single, double = gpu.retired_pages_single_bit or 0, gpu.retired_pages_double_bit or 0
     so_far = f"{double} pages retired for double-bit errors and {single} for single-bit ones"
     if gpu.retired_pages_pending:
-        broken = bool(gpu.ecc_uncorrected_volatile) or any(xid.code == _DOUBLE_BIT_ERROR and xid.this_boot for xid in xids)
+        broken = bool(gpu.ecc_uncorrected_volatile) or any(xid.code == DOUBLE_BIT_ERROR and xid.this_boot for xid in xids)
         what = "met a double-bit error: it takes no new program until" if broken else "has weak cells: at the next reset"
         yield Rule(
             "gpu-retirement-pending",
@@ -136,12 +136,12 @@ def _memory_rules(card: HostCard, xids: Sequence[Xid], severity: Severity, *, is
             card=card.key,
         )
     failed = [xid for xid in xids if xid.code == _RETIREMENT_FAILED]
-    if failed or single + double >= _PAGES_AT_MOST:
+    if failed or single + double >= PAGES_AT_MOST:
         yield Rule(
             "gpu-memory-failing",
             severity,
             f"the memory of {_place(card)} is worn out: "
-            + ("a page could not be retired (XID 64)" if failed else f"{single + double} of {_PAGES_AT_MOST} pages are retired")
+            + ("a page could not be retired (XID 64)" if failed else f"{single + double} of {PAGES_AT_MOST} pages are retired")
             + f", {so_far}",
             "another card; `nvidia-smi -q -d ECC,PAGE_RETIREMENT` is what a warranty asks for",
             card=card.key,
@@ -157,7 +157,7 @@ def _xid_rules(card: HostCard, xids: Sequence[Xid], severity: Severity) -> Itera
         + ("" if xid.this_boot else " before the last boot")
         for xid in sorted(xids, key=lambda xid: xid.code)[:6]
     )
-    serious = any(xid.code not in _OF_PROGRAMS for xid in xids)
+    serious = any(xid.code not in XIDS_OF_PROGRAMS for xid in xids)
     yield Rule(
         "gpu-xid",
         severity if serious else "info",
