@@ -9,12 +9,14 @@ FETCH = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9
 
 
 def read(text: str) -> dict[str, float]:
-    """Prometheus' text, by series."""
+    """Prometheus' text, by series; labels in the order of their names, as the exporter has them."""
     found = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
             series, _, value = line.rpartition(" ")
-            found[series] = float(value)
+            name, _, labels = series.partition("{")
+            sorted_labels = ",".join(sorted(re.findall(r'\w+="[^"]*"', labels)))
+            found[f"{name}{{{sorted_labels}}}" if labels else name] = float(value)
     return found
 
 
@@ -45,7 +47,7 @@ def test_the_exporter_serves_it_where_it_was_told(host: Host) -> None:
     assert found["node_textfile_scrape_error"] == 0
     assert found[f'node_textfile_mtime_seconds{{file="{TEXTFILE}"}}'] > 0
     served = {name for name in found if name.startswith("v100ctl_")}
-    assert served == {name for name in read(host.file(TEXTFILE).content_string)}
+    assert served == set(read(host.file(TEXTFILE).content_string))
 
 
 def test_what_it_says_of_the_cards_is_what_the_driver_says(host: Host) -> None:
