@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
-class _Duration(click.ParamType):
+class _Duration(click.ParamType[float]):
     """Seconds, or a number with s, m or h."""
 
     name = "duration"

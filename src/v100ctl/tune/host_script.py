@@ -304,8 +304,8 @@ def bring_back(name: str) -> None:
 
 
 def forget(name: str) -> None:
-    """Nothing is tuned any more. The state goes first: without it nothing is left to do."""
-    for file in ("state.json", "lease", "held", "dead_man.py"):
+    """Nothing is tuned any more. What the dead-man runs goes last: killed before that, it comes back and does the rest."""
+    for file in ("lease", "held", "state.json", "dead_man.py"):
         remove(folder(name) / file)
     with contextlib.suppress(OSError):
         folder(name).rmdir()
@@ -318,6 +318,7 @@ def check(name: str) -> bool:
     """One look of the dead-man; whether it is needed any more."""
     with alone(name):
         if not state_of(name):
+            forget(name)
             return False
         if lapsed(name):
             bring_back(name)

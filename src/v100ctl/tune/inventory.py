@@ -43,7 +43,11 @@ def set_value(text: str, keys: Keys, value: Any) -> str:
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     changed = _placed(text, root, keys, value)
     expected = _merged(_plain(root), keys, value)
-    if _plain(yaml.compose(changed, Loader=yaml.SafeLoader)) != expected:
+    try:
+        whole = _plain(yaml.compose(changed, Loader=yaml.SafeLoader)) == expected
+    except yaml.YAMLError:
+        whole = False
+    if not whole:
         raise EditError(f"`{'.'.join(keys)}` cannot be set there without touching more")
     return changed
 
@@ -58,12 +62,21 @@ def _placed(text: str, root: yaml.Node | None, keys: Keys, value: Any) -> str:
         pair = next((item for item in node.value if item[0].value == key), None)
         if pair is None:
             return _inserted(text, node, keys[depth:], value)
-        name, node = pair
+        parent, (name, node) = node, pair
         if _is_empty(node):
             rest = keys[depth + 1 :]
-            colon = text.index(":", name.end_mark.index) + 1
-            made = f" {_flow(value)}" if not rest else "\n" + _block(rest, value, name.start_mark.column + 2).rstrip("\n")
-            return text[:colon] + made + text[max(node.end_mark.index, colon) :]
+            colon = text.find(":", name.end_mark.index) + 1
+            if not colon:
+                raise EditError(f"`{'.'.join(keys[: depth + 1])}` has no value")
+            in_line = not rest or parent.flow_style
+            made = (
+                f" {_flow(_nested(rest, value))}"
+                if in_line
+                else "\n" + _block(rest, value, name.start_mark.column + 2).rstrip("\n")
+            )
+            # Where nothing is written, its place is that of what follows.
+            written = node.start_mark.index != node.end_mark.index
+            return text[:colon] + made + text[node.end_mark.index if written else colon :]
     return _replaced(text, node, keys, value)
 
 
@@ -244,8 +257,8 @@ def edit_inventory(fleet: Fleet, host: str, instance: str, changes: Mapping[Keys
     base = next((item for item in bases if item in place.path.parents), bases[0])
     changed = _loaded(fleet, base, place.path, after)
     _verify(fleet, changed, host, wanted, place.path, kind)
-    moved = tuple(name for name, item in fleet.hosts.items() if _data(item.config) != _data(changed.hosts[name].config))
-    return Edit(place.path, before, after, moved)
+    moved = sorted(name for name, item in fleet.hosts.items() if _data(item.config) != _data(changed.hosts[name].config))
+    return Edit(place.path, before, after, tuple(moved))
 
 
 def _places(sources: Sequence[Path], bases: Sequence[Path], folder: str, name: str, *, is_host: bool) -> list[_Place]:
