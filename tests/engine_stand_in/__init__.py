@@ -91,6 +91,9 @@ def _handler(how: Behaviour) -> type[BaseHTTPRequestHandler]:
             elif body.get("n_probs"):
                 rows = [{"id": number, "logprob": -1.0 - number * (1 + how.skew)} for number in range(8)]
                 self._answer(200, {"completion_probabilities": [{"top_logprobs": rows}]})
+            elif self.path == "/v1/chat/completions" and not body.get("stream"):
+                message = {"role": "assistant", "content": "A small boat on the river."}
+                self._answer(200, {"choices": [{"message": message}], "usage": {"completion_tokens": 7}})
             else:
                 how.asked.append(body)
                 self._stream(body)

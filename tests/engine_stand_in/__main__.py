@@ -35,6 +35,8 @@ def behaviour(words: list[str]) -> Behaviour:
 
 def main(words: list[str]) -> None:
     """Serves until it is ended."""
+    if "--help" in words:
+        return
     port = int(words[words.index("--port") + 1])
     with StandIn(behaviour(words), port):
         threading.Event().wait()

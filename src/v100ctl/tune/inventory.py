@@ -161,6 +161,8 @@ def _plain(node: yaml.Node | None) -> Any:
     """A document as data; what has a tag of its own is its tag and text."""
     if node is None:
         return {}
+    if _is_empty(node):
+        return None
     if isinstance(node, yaml.MappingNode):
         return {str(_plain(key)): _plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
