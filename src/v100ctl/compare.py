@@ -21,7 +21,7 @@ from v100ctl.plan.numa import format_cpus, parse_cpus
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import GatewayDecision, GatewayFront, HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
-from v100ctl.plan.units import attainable_nofile, told, unit_name
+from v100ctl.plan.units import TRIAL_DROP_IN, attainable_nofile, told, unit_name
 from v100ctl.plan.upkeep import CRON_FILE
 from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
 from v100ctl.surroundings import around
@@ -439,6 +439,11 @@ def _adoptions(plan: HostPlan) -> Iterator[Finding]:
         )
 
 
+def _is_tried(unit: UnitFacts | None) -> bool:
+    """Whether `v100ctl tune` has it run with other settings for now."""
+    return unit is not None and any(path.endswith(f"/{TRIAL_DROP_IN}") for path in unit.drop_in_paths)
+
+
 def _units(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     for unit in plan.units:
         found = facts.units.get(unit.name)
@@ -484,6 +489,19 @@ def _units(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
             yield finding("disabled", "enabled", found.unit_file_state or "unknown")
         if found.need_daemon_reload:
             yield finding("stale", "the unit file as loaded", "the file changed since it was loaded")
+        if _is_tried(found):
+            yield Finding(
+                f"unit.trial:{unit.name}",
+                "external",
+                "unit",
+                "llm_server",
+                "the live settings",
+                "a trial of `v100ctl tune`",
+                "info",
+                "it ends by itself: soon after its controller has gone, and with a reboot",
+                unit.instance,
+            )
+            continue
         for path in found.drop_in_paths:
             yield Finding(
                 f"unit.drop-in:{path}",
@@ -583,8 +601,8 @@ def _is_program(executable: str, planned: str) -> bool:
 def _processes(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]:
     for instance in plan.instances:
         process = facts.process_of(instance.unit)
-        if process is None:
-            # A server that does not run is a unit's finding already.
+        if process is None or _is_tried(facts.units.get(instance.unit)):
+            # A server that does not run, or runs as it is tuned, is a unit's finding already.
             continue
         before = applied.instance(instance.name)
         # What runs is just what was applied, and the plan has moved on since.
@@ -621,8 +639,8 @@ def _processes(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Findi
 def _services(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     for instance in plan.instances:
         health = facts.health.get(instance.name)
-        if health is None or facts.process_of(instance.unit) is None:
-            # A server that does not run is a unit's finding already.
+        if health is None or facts.process_of(instance.unit) is None or _is_tried(facts.units.get(instance.unit)):
+            # A server that does not run, or runs as it is tuned, is a unit's finding already.
             continue
         if health.status != 200:
             actual = f"HTTP {health.status}" if health.status is not None else health.error or "no answer"

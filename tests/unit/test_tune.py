@@ -18,11 +18,13 @@ from tests.unit.factory import AS_OF, applied_facts, make_config, make_plan
 from tests.unit.test_bench import valid
 from v100ctl.apply import make_reporter
 from v100ctl.cli.tune import plan_text
+from v100ctl.compare import compare
 from v100ctl.errors import UsageError, V100ctlError
 from v100ctl.examine import Examined, decide
 from v100ctl.fleet import FleetHost, HostConfig, Speculative
+from v100ctl.plan.units import TRIAL_DROP_IN
 from v100ctl.probe.connection import Connection
-from v100ctl.tune import objectives
+from v100ctl.tune import host_script, objectives
 from v100ctl.tune import run as run_module
 from v100ctl.tune.chart import chart
 from v100ctl.tune.objectives import QUALITY_LIMIT_NATS, Name, Workload
@@ -523,3 +525,17 @@ def test_the_plan_of_a_search_is_shown_and_nothing_is_touched(fake: dict[str, An
     # The practice model is no model with heads of its own that draft.
     assert any("speculative" in item for item in prepared.to_json()["candidates"])
     assert FakeHost.calls == []
+
+
+def test_a_tune_in_progress_is_no_drift() -> None:
+    plan = make_plan()
+    process = applied_facts(plan).processes[0].model_dump() | {"argv": ["/opt/other"], "environ": {}}
+    path = f"/run/systemd/system/v100-chat.service.d/{TRIAL_DROP_IN}"
+    unit = {"drop_in_paths": [path], "active_state": "deactivating"}
+    tried = applied_facts(plan, processes=[process], units={"v100-chat.service": unit}, health={"chat": {"status": None}})
+    assert [(item.id, item.kind) for item in compare(plan, tried)] == [("unit.trial:v100-chat.service", "external")]
+    # Any other drop-in hides nothing.
+    unit["drop_in_paths"] = [path.replace(TRIAL_DROP_IN, "mine.conf")]
+    other = applied_facts(plan, processes=[process], units={"v100-chat.service": unit})
+    assert {"drifted", "external"} <= {item.kind for item in compare(plan, other)}
+    assert host_script.DROP_IN_NAME == TRIAL_DROP_IN

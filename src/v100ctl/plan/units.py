@@ -33,6 +33,8 @@ BASELINES_DIR = "/var/lib/v100ctl/state/baselines"
 DIGEST_VARIABLE = "V100CTL_INSTANCE_DIGEST"
 #: Names of a process's environment start so where the probe tells their values; a secret must have another name.
 TOLD_VARIABLES = ("V100CTL_", "CUDA_", "OMP_")
+#: What makes a unit run a trial of `v100ctl tune`: its name in the unit's folder of drop-ins.
+TRIAL_DROP_IN = "90-v100ctl-tune.conf"
 PROGRAMS_DIR = "/opt/v100ctl/llm_server"
 CHECK_PROGRAM = f"{PROGRAMS_DIR}/check_start.py"
 #: Keeps the history and goes back in it, with the two below: a host does so without its controller.
