@@ -124,6 +124,9 @@ def test_the_live_settings_come_back_after_the_controller_was_killed(fleet: tupl
         try:
             wait_for(lambda: is_tried(host))
             assert on_host(host, "systemctl is-active v100ctl-tune-chat.service").strip() == "active"
+            assert DROP_IN not in on_host(host, f"systemd-analyze verify {UNIT} 2>&1 || true")
+            # Nobody else restarts it meanwhile.
+            assert host.execute("flock", "--nonblock", "/run/v100ctl/chat.lock", "true")[0] == 1
         finally:
             os.killpg(tuning.pid, signal.SIGKILL)
             tuning.wait()

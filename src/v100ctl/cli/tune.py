@@ -195,6 +195,8 @@ def plan_text(prepared: Prepared) -> str:
         f"about {plan['trials']} trials of about {plan['trial_s']} s: {plan['expected_s'] / 60:.0f} minutes, "
         f"in which {plan['host']}/{plan['instance']} serves nobody"
     )
+    if plan["trials"] * plan["trial_s"] > prepared.options.budget_s:
+        lines.append("the budget ends it before that: the same command goes on, or a longer `--budget`, or fewer dimensions")
     return "\n".join(lines)
 
 
