@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -267,7 +268,9 @@ def tune(
     )
     if result.finished:
         # The next one begins anew.
-        log.path.replace(log.path.with_name(f"{options.objective}-{measured_at.replace(':', '')}.jsonl"))
+        stem = f"{options.objective}-{measured_at.replace('-', '').replace(':', '')}"
+        log.path.replace(log.path.with_name(f"{stem}.jsonl"))
+        log.path.with_name(f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return found
 
 
