@@ -67,7 +67,7 @@ def fleet(lab: Lab, lab_reporter: Reporter, tmp_path_factory: pytest.TempPathFac
     settings = {"parallel": 2, "context_length": 2048, "flash_attention": "off", "batch_size": 512, "ubatch_size": 512}
     path = tmp_path_factory.mktemp("fleet") / "hosts.yml"
     write_inventory(path, {host.name: host.variables()}, variables=serving_variables(settings=settings))
-    plan = v100ctl("render", "-i", path)
+    plan = v100ctl("render", host.name, "-i", path)
     release = re.search(r"/opt/v100ctl/engines/llama_cpp/[A-Za-z0-9.-]+", plan.out)
     assert release is not None, plan.err
     install(host, release[0])
