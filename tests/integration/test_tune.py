@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 UNIT = "v100-chat.service"
 DROP_IN = f"/run/systemd/system/{UNIT}.d/{DROP_IN_NAME}"
 DIMENSIONS = ("--dimension", "ubatch_size=256,1024", "--dimension", "flash_attention=on")
-LEASE_S = 15
+LEASE_S = 30
 
 
 def engine() -> bytes:
