@@ -10,7 +10,14 @@ from v100ctl.catalog.hardware import DriverBranch, PackageSource
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig
 from v100ctl.plan.cards import HostCard
-from v100ctl.plan.driver_actions import chosen_source, distribution_kernels, kernel_headers, signs_modules, with_actions
+from v100ctl.plan.driver_actions import (
+    chosen_source,
+    distribution_kernels,
+    is_driver_package,
+    kernel_headers,
+    signs_modules,
+    with_actions,
+)
 from v100ctl.plan.types import DriverDecision, Rule
 
 #: What a bare host gets. 580 is the upgrade that outlives it.
@@ -23,6 +30,17 @@ UPGRADE_BRANCH = "580"
 def installed_version(facts: Facts) -> str:
     """The driver on the host: what is loaded, else what the running kernel would load; empty where there is none."""
     return facts.nvidia.module_version or facts.nvidia.on_disk_module_version
+
+
+def is_incomplete(facts: Facts) -> bool:
+    """Did somebody install the kernel modules alone? Without the library no program reaches a card."""
+    return (
+        bool(installed_version(facts))
+        and not facts.nvidia.library_version
+        and facts.nvidia.smi.status == "absent"
+        # A driver that came in another way is known by what is loaded alone.
+        and any(is_driver_package(name, version) for name, version in facts.packages.installed.items())
+    )
 
 
 def decide_driver(
@@ -70,7 +88,8 @@ def decide_driver(
     exact = pin if "." in pin else ""
     same = installed is not None and installed.branch == target.branch and exact in ("", found)
     usable_flavour = not (volta and flavour == "open")
-    keep = same and usable_flavour
+    incomplete = is_incomplete(facts)
+    keep = same and usable_flavour and not incomplete
     sources = _sources(target, distribution)
     source = chosen_source(config, sources)
     local = config.nvidia_driver_source == "local_files"
@@ -78,7 +97,7 @@ def decide_driver(
     decision = DriverDecision(
         branch=target.branch,
         version=found if keep else exact,
-        action="keep" if keep else "replace" if found else "install",
+        action="keep" if keep else "install" if not found or (same and incomplete) else "replace",
         source=words if not keep else "",
         unloaded=keep and bool(cards) and not facts.nvidia.module_version,
     )
@@ -139,6 +158,13 @@ def _state_rules(
             "warn",
             f"the installed driver {found} no longer drives a V100 ({UPGRADE_BRANCH} is the last branch that does)",
             f"branch {decision.branch}, which the plan installs in its place",
+        )
+    if is_incomplete(facts):
+        yield Rule(
+            "driver-incomplete",
+            "warn",
+            f"the host has the kernel modules of driver {found}, and neither its library nor `nvidia-smi`: no program reaches a card",
+            f"the packages of branch {decision.branch}, which the plan installs",
         )
     if "nvidia" in facts.errors:
         yield Rule(
