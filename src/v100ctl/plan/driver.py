@@ -163,7 +163,8 @@ def _state_rules(
         yield Rule(
             "driver-incomplete",
             "warn",
-            f"the host has the kernel modules of driver {found}, and neither its library nor `nvidia-smi`: no program reaches a card",
+            f"the host has the kernel modules of driver {found}, and neither its library nor `nvidia-smi`: no program reaches "
+            "a card",
             f"the packages of branch {decision.branch}, which the plan installs",
         )
     if "nvidia" in facts.errors:
