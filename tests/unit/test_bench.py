@@ -279,7 +279,7 @@ def test_signs() -> None:
 
 
 def test_compare_reports() -> None:
-    before, after = measured(Behaviour(decode_tps=150)), measured(Behaviour(decode_tps=600))
+    before, after = measured(Behaviour(decode_tps=30)), measured(Behaviour(decode_tps=600))
     before["identity"] = {"settings": {"flash_attention": "off"}, "release": "a"}
     after["identity"] = {"settings": {"flash_attention": "on"}, "release": "a"}
     found = compare(before, after)

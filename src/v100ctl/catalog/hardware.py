@@ -347,7 +347,7 @@ class Distribution(Row):
     dkms_source: Mapping[str, str] = Field(default_factory=dict)
     dkms_settings_folder: bool
     selinux: bool = False
-    refused: Mapping[Literal["gateway"], str] = Field(default_factory=dict)
+    refused: Mapping[Literal["gateway", "monitoring"], str] = Field(default_factory=dict)
     source: str
 
     def compiler(self, gcc_max: int) -> str | None:

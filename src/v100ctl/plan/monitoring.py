@@ -185,6 +185,13 @@ def monitoring_rules(
         return
     row = catalog.monitoring.node_exporter
     ports = {config.monitoring_port: row.unit} if config.monitoring_node_exporter == "distribution" else {}
+    if distribution is not None and config.monitoring_node_exporter == "distribution" and "monitoring" in distribution.refused:
+        yield Rule(
+            "monitoring-unsupported",
+            "refuse",
+            f"{distribution.name}: {distribution.refused['monitoring']}",
+            "`monitoring_node_exporter: none`, an exporter of your own, and its folder as `monitoring_textfile_directory`",
+        )
     if config.monitoring_node_exporter == "none" and not config.monitoring_textfile_directory:
         yield Rule(
             "monitoring-directory-unknown",
