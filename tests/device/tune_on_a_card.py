@@ -231,7 +231,7 @@ def tune(rig: ProcessRig, space: Mapping[str, Any], work: Workload, folder: Path
     found["loads_s"] = rig.loads_s
     found["trials_s"] = [entry["elapsed_s"] for entry in log.entries]
     (folder / "tune.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    (folder / "tune.svg").write_text(chart(found), encoding="utf-8")
+    (folder / "tune.svg").write_text(chart(found).to_svg(), encoding="utf-8")
     print(table(found), flush=True)
 
 

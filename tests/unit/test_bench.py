@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import xml.etree.ElementTree as ElementTree
@@ -13,13 +14,15 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.engine_stand_in import Behaviour, StandIn
 from tests.unit.factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 from v100ctl.bench import history, host_script
-from v100ctl.bench.chart import chart
+from v100ctl.bench.chart import BLUE, chart
 from v100ctl.bench.compare import compare
 from v100ctl.bench.phases import Options, phases, prompt_lengths, stream_counts
+from v100ctl.bench.picture import Picture
 from v100ctl.bench.report import Target, text_problem
 from v100ctl.bench.run import BenchError, bench, from_here, target_of
 from v100ctl.bench.stats import Summary, change_interval, percentile, sign_flip_p
@@ -317,11 +320,21 @@ def test_the_picture_is_whole() -> None:
     document = measured(
         Behaviour(), ceiling_tps=70.0, published=({"model": "<m>", "card": "c", "decode_tps": 31.0, "source": "s"},)
     )
-    picture = ElementTree.fromstring(chart(document))  # noqa: S314 - our own
+    picture = ElementTree.fromstring(chart(document).to_svg())  # noqa: S314 - our own
     words = " ".join(element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text"))
     assert "memory bandwidth allows 70.0" in words and "published: 31" in words and "512" in words
     empty = {**document, "decode": {**document["decode"], "samples_tps": [], "client_tps": None}, "prefill": [], "streams": []}
-    ElementTree.fromstring(chart(empty))  # noqa: S314 - our own
+    ElementTree.fromstring(chart(empty).to_svg())  # noqa: S314 - our own
+    # The runs are blue; without figures there is the frame.
+    assert BLUE in colours_of(chart(document))
+    assert BLUE not in colours_of(chart(empty))
+
+
+def colours_of(picture: Picture) -> set[Any]:
+    """The colours of its bitmap, which is twice as large."""
+    with Image.open(io.BytesIO(picture.to_png())) as bitmap:
+        assert bitmap.size == (2 * picture.width, 2 * picture.height)
+        return {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in bitmap.getcolors(1 << 24) or ()}
 
 
 def test_what_is_measured_is_the_plan_s_instance() -> None:
@@ -352,8 +365,13 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with StandIn(Behaviour(key="sk-very-secret")) as server:
         words = ["bench", "--url", server.url, "--context", "1024", "--quick", "--ceiling", "9000"]
         assert run([*words, "--chart", str(tmp_path / "c.svg")]) == 0
+        assert (tmp_path / "c.svg").read_text(encoding="utf-8").startswith("<svg")
         table = capsys.readouterr().out
-        assert run([*words, "--json"]) == 0
+        # What is no picture is told before anything is measured.
+        assert run([*words, "--chart", str(tmp_path / "c.gif")]) == 64
+        assert "end it in `.svg` or `.png`" in capsys.readouterr().err
+        assert run([*words, "--json", "--chart", str(tmp_path / "c.png")]) == 0
+        assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
         document = json.loads(capsys.readouterr().out)
     valid(document, "bench")
     assert "sk-very-secret" not in table

@@ -463,7 +463,7 @@ def tuned(options: run_module.Options, state: Examined | None = None) -> dict[st
     prepared = run_module.prepare(state or looked_at(), "chat", options, AS_OF)
     document = run_module.tune(prepared, make_reporter())
     valid(document, "tune")
-    ElementTree.fromstring(chart(document))  # noqa: S314 - our own
+    ElementTree.fromstring(chart(document).to_svg())  # noqa: S314 - our own
     return document
 
 

@@ -1,40 +1,21 @@
-"""A report as a picture: decode runs against the ceiling, prompts by length, streams. Plain SVG, no library. Pure."""
+"""A report as a picture: decode runs against the ceiling, prompts by length, streams. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
+
+from v100ctl.bench.picture import GREY, Bar, Dot, Line, Picture, Shape, Text
 
 WIDTH, HEIGHT = 960, 420
 _TOP, _BOTTOM, _PANEL, _GAP = 70, 350, 260, 50
-_BLUE, _RED, _GREY, _INK = "#2f6fb0", "#c0392b", "#8a8f98", "#22262b"
+BLUE, RED, _PALE = "#2f6fb0", "#c0392b", "#e6e8eb"
 
 
-def text(x: float, y: float, words: str, *, size: int = 12, anchor: str = "start", colour: str = _INK, bold: bool = False) -> str:
-    """One line of words."""
-    weight = ' font-weight="600"' if bold else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(words)}</text>'
-    )
-
-
-def line(x1: float, y1: float, x2: float, y2: float, colour: str = _GREY, *, dashed: bool = False) -> str:
-    """A thin line."""
-    dash = ' stroke-dasharray="5 4"' if dashed else ""
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
-
-
-def page(title: str, subtitle: str, parts: Sequence[str], *, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """A whole picture, that a browser shows by itself."""
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="system-ui, sans-serif">\n'
-        f"<title>{escape(title)}</title>\n"
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    )
-    words = [text(24, 28, title, size=17, bold=True), text(24, 47, subtitle, colour=_GREY)]
-    return "\n".join([head, *words, *parts, "</svg>"]) + "\n"
+def page(title: str, subtitle: str, shapes: Sequence[Shape], *, width: int = WIDTH, height: int = HEIGHT) -> Picture:
+    """A whole picture, with its words on top."""
+    words = [Text(24, 28, title, size=17, bold=True), Text(24, 47, subtitle, colour=GREY)]
+    return Picture(title, width, height, (*words, *shapes))
 
 
 class Panel:
@@ -44,16 +25,16 @@ class Panel:
         self.left = 60 + number * (_PANEL + _GAP)
         self.right = self.left + _PANEL
         self.top = top or 1.0
-        self.parts = [
-            text(self.left, _TOP + 4, title, bold=True),
-            line(self.left, _BOTTOM, self.right, _BOTTOM),
-            line(self.left, _TOP + 16, self.left, _BOTTOM),
+        self.shapes: list[Shape] = [
+            Text(self.left, _TOP + 4, title, bold=True),
+            Line(self.left, _BOTTOM, self.right, _BOTTOM),
+            Line(self.left, _TOP + 16, self.left, _BOTTOM),
         ]
         for share in (0.25, 0.5, 0.75, 1.0):
             value = self.top * share
-            self.parts += [
-                line(self.left, self.y(value), self.right, self.y(value), "#e6e8eb"),
-                text(self.left - 6, self.y(value) + 4, f"{value:.4g}", size=10, anchor="end", colour=_GREY),
+            self.shapes += [
+                Line(self.left, self.y(value), self.right, self.y(value), _PALE),
+                Text(self.left - 6, self.y(value) + 4, f"{value:.4g}", size=10, anchor="end", colour=GREY),
             ]
 
     def y(self, value: float) -> float:
@@ -67,28 +48,28 @@ class Panel:
             x, width = self.left + place * step + step * 0.15, step * 0.7
             y = self.y(value)
             middle = x + width / 2
-            self.parts += [
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_BOTTOM - y:.1f}" fill="{_BLUE}"/>',
-                text(middle, y - 4, f"{value:.4g}", size=10, anchor="middle"),
-                text(middle, _BOTTOM + 15, name, size=10, anchor="middle", colour=_GREY),
+            self.shapes += [
+                Bar(x, y, width, _BOTTOM - y, BLUE),
+                Text(middle, y - 4, f"{value:.4g}", size=10, anchor="middle"),
+                Text(middle, _BOTTOM + 15, name, size=10, anchor="middle", colour=GREY),
             ]
 
     def dots(self, values: Sequence[float]) -> None:
         """One dot a run, in their order."""
         step = _PANEL / (len(values) + 1)
         for place, value in enumerate(values, 1):
-            self.parts.append(f'<circle cx="{self.left + place * step:.1f}" cy="{self.y(value):.1f}" r="4" fill="{_BLUE}"/>')
+            self.shapes.append(Dot(self.left + place * step, self.y(value), 4, BLUE))
 
     def level(self, value: float, words: str, colour: str) -> None:
         """A dashed line with words."""
-        self.parts += [
-            line(self.left, self.y(value), self.right, self.y(value), colour, dashed=True),
-            text(self.right, self.y(value) - 4, words, size=10, anchor="end", colour=colour),
+        self.shapes += [
+            Line(self.left, self.y(value), self.right, self.y(value), colour, dashed=True),
+            Text(self.right, self.y(value) - 4, words, size=10, anchor="end", colour=colour),
         ]
 
 
-def chart(document: Mapping[str, Any]) -> str:
-    """The report as one SVG."""
+def chart(document: Mapping[str, Any]) -> Picture:
+    """The report as one picture."""
     decode, ceiling = document["decode"], document["ceiling"]["decode_tps"]
     samples = decode["samples_tps"]
     published = document["published"]
@@ -96,11 +77,11 @@ def chart(document: Mapping[str, Any]) -> str:
     runs = Panel(0, "one stream, tokens/s a run", highest * 1.12)
     runs.dots(samples)
     if decode["client_tps"]:
-        runs.level(decode["client_tps"]["median"], f"median {decode['client_tps']['median']:.1f}", _BLUE)
+        runs.level(decode["client_tps"]["median"], f"median {decode['client_tps']['median']:.1f}", BLUE)
     if ceiling:
-        runs.level(ceiling, f"memory bandwidth allows {ceiling:.1f}", _RED)
+        runs.level(ceiling, f"memory bandwidth allows {ceiling:.1f}", RED)
     for row in published:
-        runs.level(row["decode_tps"], f"published: {row['decode_tps']:g}", _GREY)
+        runs.level(row["decode_tps"], f"published: {row['decode_tps']:g}", GREY)
     prompts = [(_short(row["prompt_tokens"]), row["client_tps"]["median"]) for row in document["prefill"] if row["client_tps"]]
     prefill = Panel(1, "prompt tokens/s by length", max((value for _, value in prompts), default=1.0) * 1.12)
     prefill.bars(prompts)
@@ -115,7 +96,7 @@ def chart(document: Mapping[str, Any]) -> str:
     )
     title = f"{document['host']}/{document['instance']}  {document['measured_at']}"
     return page(
-        title, f"{cards}  {document['identity'].get('release', '')}{wrong}", [*runs.parts, *prefill.parts, *streams.parts]
+        title, f"{cards}  {document['identity'].get('release', '')}{wrong}", [*runs.shapes, *prefill.shapes, *streams.shapes]
     )
 
 

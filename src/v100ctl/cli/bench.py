@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
+from v100ctl.cli.options import (
+    HostOptions,
+    PictureFile,
+    format_option,
+    host_options,
+    output_options,
+    today,
+    write_output,
+    write_picture,
+    write_table,
+)
 from v100ctl.errors import EXIT_ERROR, EXIT_OK, InventoryError, UsageError
 
 if TYPE_CHECKING:
@@ -39,7 +49,7 @@ KEY_VARIABLE = "V100CTL_API_KEY"
 @click.option("--ceiling", type=click.FloatRange(0, min_open=True), help="With --url: the card's ceiling in tokens/s.")
 @click.option("--compare", nargs=2, metavar="A B", help="Compare two reports: files, `last`, `-2`, or times as --history lists.")
 @click.option("--history", is_flag=True, help="List what was measured of the instance.")
-@click.option("--chart", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG) to this file.")
+@click.option("--chart", type=PictureFile(), metavar="FILE", help="Draw it into this file: `.svg` or `.png`.")
 @format_option("table", "json")
 @output_options
 def command(
@@ -112,7 +122,7 @@ def command(
     )
     kept = past.save(document)
     if chart is not None:
-        write_output(picture(document), chart)
+        write_picture(picture(document), chart)
     if output_format == "json":
         write_output(json.dumps(document, indent=2), output)
     else:

@@ -22,6 +22,7 @@ from v100ctl.errors import V100ctlError
 from v100ctl.probe.connection import HostKeyPolicy, Secrets
 
 if TYPE_CHECKING:
+    from v100ctl.bench.picture import Picture
     from v100ctl.fleet import Fleet
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -250,23 +251,54 @@ def write_output(text: str, output: Path | None) -> None:
     text = text.rstrip("\n") + "\n"
     if output is None or str(output) == "-":
         click.echo(text, nl=False)
-        return
+    else:
+        _write(text.encode(), output, "-o")
+
+
+class PictureFile(click.Path):
+    """A file for a picture, whose name says in which form it is wanted."""
+
+    name = "file"
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Refuses other names than those of pictures, before anything is measured."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if path.suffix.lower() not in (".svg", ".png"):
+            self.fail(f"{path} does not say which picture it is to be: end it in `.svg` or `.png`", param, ctx)
+        return path
+
+
+def write_picture(picture: Picture, output: Path) -> None:
+    """The picture in the form that the file's name asks for.
+
+    Raises:
+        V100ctlError: the file cannot be written.
+    """
+    _write(picture.to_png() if output.suffix.lower() == ".png" else picture.to_svg().encode(), output, "--chart")
+
+
+def _write(data: bytes, output: Path, option: str) -> None:
     try:
         # What a link points to is replaced, not the link; a device or a pipe is written to, and never replaced by a file.
         target = output.resolve()
         if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(data)
         else:
-            _replace(target, text)
+            _replace(target, data)
     except OSError as error:
-        raise V100ctlError(f"{output} cannot be written: {error.strerror}", hint="name another file with `-o FILE`") from error
+        raise V100ctlError(
+            f"{output} cannot be written: {error.strerror}", hint=f"name another file with `{option} FILE`"
+        ) from error
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, data: bytes) -> None:
     descriptor, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
         # mkstemp makes the file private; a report is an ordinary file.
         umask = os.umask(0)
         os.umask(umask)

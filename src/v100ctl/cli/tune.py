@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from v100ctl.cli.operate import complete_instance, drain_options
-from v100ctl.cli.options import HostOptions, format_option, host_options, output_options, today, write_output, write_table
+from v100ctl.cli.options import (
+    HostOptions,
+    PictureFile,
+    format_option,
+    host_options,
+    output_options,
+    today,
+    write_output,
+    write_picture,
+    write_table,
+)
 from v100ctl.errors import EXIT_ERROR, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +97,7 @@ class _Duration(click.ParamType[float]):
 @click.option("--write-to", "level", default="host", show_default=True, metavar="LEVEL", help="`host`, `group:NAME` or `all`.")
 @click.option("--write", is_flag=True, help="Write the winner into the inventory after a confirmation.")
 @click.option("-y", "--yes", is_flag=True, help="Tune a server that is in use; with --write, write without asking.")
-@click.option("--chart", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (SVG) to this file.")
+@click.option("--chart", type=PictureFile(), metavar="FILE", help="Draw it into this file: `.svg` or `.png`.")
 @format_option("table", "json")
 @output_options
 def command(
@@ -175,7 +185,7 @@ def command(
     document["diff"] = edit.diff if edit else None
     document["changes"] = list(edit.hosts) if edit else []
     if chart is not None:
-        write_output(picture(document), chart)
+        write_picture(picture(document), chart)
     if output_format == "json":
         write_output(json.dumps(document, indent=2), output)
     else:
