@@ -51,7 +51,9 @@ while [ "$1" != -- ]; do
     for file in /etc/apt/sources.list.d/*.sources; do
         [ -e "$file" ] && sed -i -E "/^Components:/{/(^|[[:space:]])$1([[:space:]]|\$)/!s/\$/ $1/}" "$file"
     done
-    [ -e /etc/apt/sources.list ] && sed -i -E "/^deb .* main/{/[[:space:]]$1([[:space:]]|\$)/!s/\$/ $1/}" /etc/apt/sources.list
+    for file in /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
+        [ -e "$file" ] && sed -i -E "/^deb .* main/{/[[:space:]]$1([[:space:]]|\$)/!s/\$/ $1/}" "$file"
+    done
     shift
 done
 shift
