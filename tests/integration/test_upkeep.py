@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -208,6 +208,6 @@ def test_where_a_zone_is_asked_for_a_timer_takes_the_place_of_cron(serving: Runn
     assert on_host(serving, f"systemctl is-enabled {timer}; systemctl is-active {timer}").split() == ["enabled", "active"]
     assert serving.execute("test", "-e", upkeep.CRON_FILE)[0] != 0
     # The host's own clock is on another zone.
-    shown = on_host(serving, f"TZ=UTC systemctl show --value --timestamp=unix --property NextElapseUSecRealtime {timer}")
-    next_run = datetime.fromtimestamp(int(shown.strip().lstrip("@")), ZoneInfo("Asia/Tokyo"))
-    assert next_run.hour in (3, 4), next_run
+    shown = on_host(serving, f"TZ=UTC systemctl show --value --property NextElapseUSecRealtime {timer}").strip()
+    next_run = datetime.strptime(shown, "%a %Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC)
+    assert next_run.astimezone(ZoneInfo("Asia/Tokyo")).hour in (3, 4), shown
