@@ -48,7 +48,7 @@ def toolkit(facts: Facts, **variables: Any) -> CudaDecision:
 
 def test_debians_own() -> None:
     found = toolkit(make_facts(gpus=[CARD], apt_sources=[DEBIAN_APT]))
-    assert (found.action, found.manager, found.repository) == ("install", "apt", "non-free")
+    assert (found.action, found.manager, found.repository) == ("install", "apt", "contrib non-free")
     assert found.packages == ("nvidia-cuda-toolkit", "g++-11")
     assert found.nvcc == "/usr/lib/nvidia-cuda-toolkit/bin/nvcc"
     assert (found.host_compiler, found.host_compiler_path) == ("g++-11", "/usr/bin/g++-11")
@@ -62,7 +62,7 @@ def test_the_archive_is_named_where_the_driver_does_not() -> None:
     found = toolkit(facts)
     (file,) = found.files
     assert (file.path, file.role) == ("/etc/apt/sources.list.d/v100ctl-archive.sources", "cuda_toolkit")
-    assert "Components: non-free" in file.content
+    assert "Components: contrib non-free" in file.content
     assert file in decide(facts).files
 
 
@@ -248,7 +248,7 @@ def test_a_container_gets_what_the_host_would() -> None:
         "distribution": "debian",
         "version": "12",
         "packages": ["ccache", "cmake", "g++", "g++-11", "ninja-build", "nvidia-cuda-toolkit"],
-        "components": ["non-free"],
+        "components": ["contrib", "non-free"],
         "files": [],
         "key": None,
     }
