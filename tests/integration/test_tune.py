@@ -130,11 +130,9 @@ def test_the_live_settings_come_back_after_the_controller_was_killed(fleet: tupl
         finally:
             os.killpg(tuning.pid, signal.SIGKILL)
             tuning.wait()
-        killed_s = time.monotonic()
         # The dead-man as well: systemd has it come back.
         on_host(host, "systemctl kill --signal KILL v100ctl-tune-chat.service")
         wait_for(lambda: is_live(host))
-        assert time.monotonic() - killed_s < LEASE_S + 60
         again = v100ctl("plan", "-i", inventory, "--json")
         assert again.code == 0, again.out
 
