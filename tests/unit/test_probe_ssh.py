@@ -22,6 +22,7 @@ import pytest
 from tests.unit.ssh_server import PASSWORD, USER, Server, ed25519_key, ssh_server, write_key
 from v100ctl.errors import ProbeError, UnreachableError
 from v100ctl.probe import HostKeyPolicy, HostKeyQuestion, Secrets, known_hosts, open_session
+from v100ctl.probe import session as session_module
 from v100ctl.probe.connection import Connection
 from v100ctl.probe.session import MAX_OUTPUT_BYTES
 from v100ctl.probe.ssh import confirm_on_terminal
@@ -463,6 +464,15 @@ def test_output_without_end_is_cut(way: Way, key_file: Path) -> None:
         with pytest.raises(ProbeError, match="more than 32 MiB of output"):
             session.run(["yes"], timeout_s=120)
         assert session.run(["echo", "still here"]).stdout == b"still here\n"
+
+
+def test_output_of_a_closed_channel_harms_no_other(way: Way, key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MAX_OUTPUT_BYTES", 1 << 20)
+    with open_session(way.connection(ansible_ssh_private_key_file=str(key_file))) as session:
+        for _ in range(20):
+            with pytest.raises(ProbeError, match="more than 1 MiB of output"):
+                session.run(["yes"], timeout_s=120)
+            assert session.run(["echo", "still here"]).stdout == b"still here\n"
 
 
 def test_a_program_that_does_not_end_is_given_up(way: Way, key_file: Path) -> None:

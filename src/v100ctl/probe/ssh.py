@@ -7,7 +7,6 @@ import contextlib
 import io
 import logging
 import os
-import select
 import shlex
 import signal
 import socket
@@ -239,8 +238,11 @@ class ChannelProcess:
 
     def __init__(self, channel: paramiko.Channel) -> None:
         self._channel = channel
-        self._ready = channel.fileno()
-        self._stdin_open = True
+        # Not `channel.fileno()`: its pipe is closed by the reader while the transport's thread may write to it, which ends the
+        # whole connection, or writes to whatever got the descriptor next.
+        self._heard = threading.Event()
+        channel.in_buffer.set_event(self._heard)
+        channel.in_stderr_buffer.set_event(self._heard)
 
     def send(self, data: bytes) -> int:
         """See :class:`v100ctl.probe.session.Process`. A program that does not read its input is no error."""
@@ -259,10 +261,10 @@ class ChannelProcess:
     def receive(self, wait_s: float, *, writing: bool) -> tuple[bytes, bytes]:
         """See :class:`v100ctl.probe.session.Process`."""
         if not self._channel.recv_ready() and not self._channel.recv_stderr_ready():
-            poller = select.poll()
-            poller.register(self._ready, select.POLLIN)
-            # paramiko has no sign for room in the window, so that is looked at again soon.
-            poller.poll(min(wait_s, 0.02 if writing else wait_s) * 1000)
+            # Once both streams have ended, only the exit code is waited for. paramiko has no sign for room in the window, so that
+            # is looked at again soon.
+            event = self._channel.status_event if self._channel.eof_received else self._heard
+            event.wait(min(wait_s, 0.02 if writing else wait_s))
         stdout = self._channel.recv(1 << 18) if self._channel.recv_ready() else b""
         stderr = self._channel.recv_stderr(1 << 18) if self._channel.recv_stderr_ready() else b""
         return stdout, stderr
