@@ -33,6 +33,9 @@ _INTERRUPT_GRACE_S = 90.0
 _LAST_LINES = 12
 _LAST_FAILURES = 12
 _LAST_LINE_CHARACTERS = 300
+#: Test files that took as long are named before the summary too, the longest first.
+_LONG_S = 30.0
+_LONGEST = 12
 #: Folders of the checkout that hold nothing of this project's own.
 _FOREIGN = frozenset({".ansible", ".cache", ".git", ".venv", "build", "dist"})
 
@@ -77,13 +80,14 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What became of one part: ``passed``, ``failed`` or ``no tests``, and the last lines of what failed."""
+    """What became of one part: ``passed``, ``failed`` or ``no tests``, the last lines of what failed, and where time went."""
 
     name: str
     status: str
     seconds: float
     failed_steps: list[str] = field(default_factory=list)
     last_words: list[str] = field(default_factory=list)
+    seconds_by_file: dict[str, float] = field(default_factory=dict)
 
 
 def run_tests(
@@ -341,6 +345,8 @@ def _run_part(part: Part, root: Path, *, may_be_empty: bool) -> Outcome:
         for step in part.steps:
             returncodes[step], words = _run_step(step, root, heading=len(part.steps) > 1)
             outcome.last_words += words
+            if step.report is not None:
+                outcome.seconds_by_file |= seconds_by_file(step.report)
         empty = [step for step, code in returncodes.items() if step.is_pytest and code == _PYTEST_NO_TESTS]
         outcome.failed_steps = [step.name for step, code in returncodes.items() if code != 0 and step not in empty]
         if empty and not may_be_empty:
@@ -481,6 +487,20 @@ def failed_tests(report: Path) -> list[str]:
     return said
 
 
+def seconds_by_file(report: Path) -> dict[str, float]:
+    """How long the tests of each file took, in seconds, of a report in JUnit's XML. Empty without a report."""
+    found: dict[str, float] = {}
+    try:
+        # Not untrusted: the file is that of a pytest which this process has just run.
+        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314
+            # A test in a class has the class behind the module.
+            file = "/".join(part for part in (case.get("classname") or "").split(".") if not part[:1].isupper())
+            found[file] = found.get(file, 0.0) + float(case.get("time") or 0.0)
+    except (OSError, ElementTree.ParseError):
+        return {}
+    return found
+
+
 def _run_step(step: Step, root: Path, *, heading: bool) -> tuple[int, list[str]]:
     if heading:
         print(f"--- {step.name}", flush=True)
@@ -545,13 +565,18 @@ def run_program(
 
 
 def _summarise(outcomes: Sequence[Outcome]) -> int:
-    """Prints again what failed, a line for each part and the closing counts; returns the exit code."""
+    """Prints again what failed, the files that took long, a line for each part and the closing counts; returns the exit code."""
     width = max(len(outcome.name) for outcome in outcomes)
     if any(outcome.last_words for outcome in outcomes):
         print("\n=== what failed ===")
         for outcome in outcomes:
             if outcome.last_words:
                 print("\n".join([f"--- {outcome.name}", *outcome.last_words]))
+    took = {file: seconds for outcome in outcomes for file, seconds in outcome.seconds_by_file.items() if seconds >= _LONG_S}
+    if took:
+        print("\n=== what took long ===")
+        for file, seconds in sorted(took.items(), key=lambda item: -item[1])[:_LONGEST]:
+            print(f"{seconds:7.1f} s  {file}.py")
     print("\n=== summary ===")
     for outcome in outcomes:
         failed = f"  ({', '.join(outcome.failed_steps)})" if outcome.failed_steps else ""

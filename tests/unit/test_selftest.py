@@ -220,10 +220,21 @@ def test_of_ansibles_output_its_errors_are_said_again(run: Run) -> None:
     assert "PLAY RECAP" not in again
 
 
+def test_the_files_that_took_long_are_named(run: Run, tmp_path: Path) -> None:
+    cases = [("tests.integration.test_a", 20.5), ("tests.integration.test_a.TestKilled", 20.5), ("tests.b", 100), ("tests.c", 1)]
+    each = "".join(f'<testcase classname="{name}" name="test_{number}" time="{s}"/>' for number, (name, s) in enumerate(cases))
+    (tmp_path / "report").write_text(f"<testsuites><testsuite>{each}</testsuite></testsuites>")
+    test = shell("t", f'for last; do :; done; cp {tmp_path}/report "${{last#--junit-xml=}}"', is_pytest=True)
+    lines = run([Part("integration", "first", (test,))])[1]
+    again = lines[lines.index("=== what took long ===") : lines.index("=== summary ===")]
+    assert again[1:] == ["  100.0 s  tests/b.py", "   41.0 s  tests/integration/test_a.py", ""]
+
+
 def test_report_that_is_cut_short_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "report").write_text(REPORT[:100])
     assert selftest.failed_tests(tmp_path / "report") == []
     assert selftest.failed_tests(tmp_path / "none") == []
+    assert selftest.seconds_by_file(tmp_path / "report") == {}
 
 
 def test_program_that_is_not_there_fails(run: Run) -> None:
