@@ -125,6 +125,7 @@ def test_check_says_what_would_be_stopped(host: RunningHost, inventory: Path) ->
     assert (snapshot(host), main_pid(host, "my-llm.service")) == (before, pid)
 
 
+@pytest.mark.slow
 def test_its_unit_is_replaced_when_told(host: RunningHost, inventory: Path) -> None:
     done = v100ctl("provision", "-i", inventory, "--adopt", f"{host.name}/long", "--json")
     assert done.code == 0, done.out + done.err

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from v100ctl.apply.reporter import Reporter
     from v100ctl.lab.hosts import Lab, RunningHost
 
+# The scenario `external_engine` runs the role by default.
+pytestmark = pytest.mark.slow
+
 UNIT = "v100-long.service"
 MODEL_ON_HOST = "/srv/models/x.gguf"
 #: Starts a host with this driver.
@@ -188,13 +191,11 @@ def test_a_server_without_the_right_kernel_is_no_success(host: RunningHost, engi
     assert on_host(host, "cat /opt/v100ctl/engines/external/pxa-*/lib/kernels.txt") == "pxq kernel\n"
 
 
-@pytest.mark.slow
 def test_the_right_kernel_brings_it_back(host: RunningHost, engine: Path, tmp_path: Path) -> None:
     done = v100ctl("provision", "-i", inventory(tmp_path, host, engine), "--json")
     assert (done.code, done.document["hosts"][host.name]["status"]) == (0, "changed"), done.err
 
 
-@pytest.mark.slow
 def test_the_public_release_is_refused_on_535(start_host: StartHost, engine: Path, tmp_path: Path) -> None:
     old = start_host("535")
     path = inventory(tmp_path, old, engine)

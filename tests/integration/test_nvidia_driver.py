@@ -34,6 +34,9 @@ from .hosts import ROOT, Done, WriteInventory, on_host
 if TYPE_CHECKING:
     from v100ctl.lab.hosts import RunningHost
 
+# The scenario `nvidia_driver` installs, pins and mends a driver by default.
+pytestmark = pytest.mark.slow
+
 PORT = 8099
 MIRROR = f"http://127.0.0.1:{PORT}"
 OLD, NEW, NEXT_BRANCH = "580.126.20", "580.159.04", "590.48.01"
@@ -203,7 +206,6 @@ def test_another_branch_from_nvidias_repository(make_v100_host: Callable[..., Ru
     assert facts_of(host, told).boot_id == after.boot_id
 
 
-@pytest.mark.slow
 def test_the_long_way_round(
     make_v100_host: Callable[..., RunningHost],
     play: Callable[..., Done],
@@ -293,7 +295,6 @@ CARRIED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("release", sorted(CARRIED))
 def test_real_packages_of_other_releases(
     release: str, make_v100_host: Callable[..., RunningHost], play: Callable[..., Done]
@@ -328,7 +329,6 @@ def test_real_packages_of_other_releases(
     assert on_host(host, "dpkg --audit") == ""
 
 
-@pytest.mark.slow
 def test_a_host_that_provisions_itself_goes_on_after_its_reboot(
     make_v100_host: Callable[..., RunningHost], lab_reboot: Callable[[RunningHost], RunningHost]
 ) -> None:
