@@ -159,7 +159,7 @@ def test_audit_is_clean(host: RunningHost, inventory: Path) -> None:
 
 def test_the_gateway_is_sound(host: RunningHost) -> None:
     """That it drains and reloads under load is shown by its molecule scenario, below."""
-    assert on_host(host, f"haproxy -c -f {gateway.CONFIG} 2>&1").strip().splitlines()[-1] == "Configuration file is valid"
+    assert on_host(host, f"haproxy -c -V -f {gateway.CONFIG} 2>&1").strip().splitlines()[-1] == "Configuration file is valid"
     status = json.loads(on_host(host, f"python3 -I -S -B {gateway.PROGRAM} status"))
     assert status["servers"]["chat"]["status"] == "UP"
 
