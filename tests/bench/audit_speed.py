@@ -90,8 +90,14 @@ def down() -> None:
     reporter.close()
 
 
-def endpoints(count: int) -> tuple[Path, Path, list[str]]:
+#: Stands for Python on a host: takes the script, and says what the probe said there a moment ago.
+RECORDED = "/usr/local/lib/bench-audit/python3"
+
+
+def endpoints(count: int, *, recorded: bool = False) -> tuple[Path, Path, list[str]]:
     """An inventory of so many names for the hosts, the ssh configuration that knows them, and the names.
+
+    With ``recorded`` hosts do not run the probe but repeat its answer, so that they leave the processors to the controller.
 
     Each is a host of its own to everybody who connects: no connection of one is used for another.
     """
@@ -114,9 +120,13 @@ def endpoints(count: int) -> tuple[Path, Path, list[str]]:
         encoding="utf-8",
     )
     names = [f"e{number + 1:04}.{hosts[number % len(hosts)].name}" for number in range(count)]
-    common = {"ansible_ssh_common_args": shlex.join(["-F", str(config)]), "ansible_become": True}
+    common: dict[str, Any] = {"ansible_ssh_common_args": shlex.join(["-F", str(config)]), "ansible_become": True}
+    if recorded:
+        common["ansible_python_interpreter"] = RECORDED
     inventory = write_inventory(
-        folder() / f"{count}.yml", {name: {} for name in names}, variables={**inventory_variables(builder=False), **common}
+        folder() / f"{count}{'-recorded' * recorded}.yml",
+        {name: {} for name in names},
+        variables={**inventory_variables(builder=False), **common},
     )
     return inventory, config, names
 
@@ -238,9 +248,34 @@ def compare(count: int, check_count: int, runs: int, forks: int) -> dict[str, An
     return {name: [vars(run) for run in runs_of] for name, runs_of in found.items()}
 
 
-def many(count: int, runs: int, forks: int | None) -> dict[str, Any]:
+def record() -> None:
+    """Have each host keep what the probe says of it now."""
+    from docker import from_env
+
+    from v100ctl.fleet import load_fleet
+    from v100ctl.lab.containers import put_file
+    from v100ctl.lab.hosts import Lab
+    from v100ctl.plan import probe_request
+    from v100ctl.probe import Connection, open_session
+    from v100ctl.probe.run import HOST_SCRIPT, encode_request, run_python
+
+    lab = Lab(from_env())
+    for host in load_fleet([str(folder() / "real.yml")]).hosts.values():
+        with open_session(Connection.from_vars(host.name, host.variables)) as session:
+            request = encode_request(probe_request(host.config))
+            answer = run_python(session, HOST_SCRIPT.read_bytes(), request, what="the probe")
+        running = lab.running(host.name)
+        running.execute("mkdir", "-p", str(Path(RECORDED).parent))
+        put_file(running.container, f"{RECORDED}.json", answer, mode=0o600)
+        script = f"#!/bin/sh\ncat > /dev/null\nexec cat {RECORDED}.json\n"
+        put_file(running.container, RECORDED, script.encode(), mode=0o755)
+
+
+def many(count: int, runs: int, forks: int | None, *, recorded: bool) -> dict[str, Any]:
     """One audit of very many endpoints."""
-    inventory, _, _ = endpoints(count)
+    if recorded:
+        record()
+    inventory, _, _ = endpoints(count, recorded=recorded)
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         report, log = Path(scratch, "report.json"), folder() / "last.log"
@@ -289,6 +324,9 @@ def main() -> int:
     parser.add_argument(
         "--forks", type=int, help="how many hosts at a time (default: 20 for compare, the command's own for many)"
     )
+    parser.add_argument(
+        "--recorded", action="store_true", help="many: hosts repeat a recorded answer instead of running the probe"
+    )
     parser.add_argument("--runs", type=int, help="runs of each, --check but one (default: 5, and 1 for many)")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     given = parser.parse_args()
@@ -301,7 +339,7 @@ def main() -> int:
     if given.what == "compare":
         found = compare(given.endpoints or 50, given.check_endpoints, given.runs or 5, given.forks or 20)
     elif given.what == "many":
-        found = many(given.endpoints or 1000, given.runs or 1, given.forks)
+        found = many(given.endpoints or 1000, given.runs or 1, given.forks, recorded=given.recorded)
     else:
         found = probe(given.runs or 5)
     for name, runs in found.items():
