@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -212,11 +213,15 @@ def _by_host(
     return known
 
 
+@functools.cache
+def _ansible_core() -> str:
+    # Reading a package's metadata takes longer than many a comparison.
+    return importlib.metadata.version("ansible-core")
+
+
 def decide(
     host: FleetHost, connection: Connection | None, facts: Facts, *, headers: Headers | None = None, as_of: date
 ) -> Examined:
     """Plan and compare one host whose facts are known. ``headers``: what is known of its models, by path on the host."""
-    decided = plan(
-        host.name, host.config, facts, headers=headers, as_of=as_of, ansible_core=importlib.metadata.version("ansible-core")
-    )
+    decided = plan(host.name, host.config, facts, headers=headers, as_of=as_of, ansible_core=_ansible_core())
     return Examined(host, connection, facts, decided, compare(decided, facts))
