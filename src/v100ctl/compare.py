@@ -23,7 +23,7 @@ from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
 from v100ctl.plan.types import GatewayDecision, GatewayFront, HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
 from v100ctl.plan.units import TRIAL_DROP_IN, attainable_nofile, told, unit_name
 from v100ctl.plan.upkeep import CRON_FILE
-from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS
+from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS, without_secrets
 from v100ctl.surroundings import around
 
 __all__ = ["Finding", "FindingSeverity", "Kind", "Layer", "compare", "model_file_problem", "restarts"]
@@ -538,7 +538,8 @@ def _stale_reasons(
     ):
         yield "executable", argv[0], process.executable + (" (deleted)" if process.executable_deleted else "")
     elif list(process.argv) != list(argv) and not _is_script(process, argv):
-        yield "argv", shlex.join(argv), shlex.join(process.argv)
+        # Whoever starts a server by hand may give it a key on its command line.
+        yield "argv", shlex.join(without_secrets(list(argv))), shlex.join(without_secrets(list(process.argv)))
     else:
         for name, value in told(environment).items():
             if process.environ.get(name) != value:

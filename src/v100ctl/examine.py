@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import shlex
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 from v100ctl.access import Access
 from v100ctl.compare import Finding, compare
-from v100ctl.errors import V100ctlError
+from v100ctl.errors import ProbeError, V100ctlError
 from v100ctl.facts import Facts, ProbeRequest
 from v100ctl.fleet import FleetHost, HostConfig, ModelSpec
 from v100ctl.models import collect, hub
@@ -26,6 +27,7 @@ from v100ctl.plan import Headers, HostPlan, plain_known, plan, present_instances
 from v100ctl.plan.models import hub_url, model_path, model_specs, with_listings
 from v100ctl.probe import Connection, probe_hosts
 from v100ctl.probe.run import probe_each
+from v100ctl.probe.text import printable
 
 #: Called as each host answers, from the thread that asked it.
 OnDone = Callable[[str, Facts | V100ctlError], None]
@@ -95,7 +97,25 @@ def examine_each(
         if isinstance(outcome, V100ctlError):
             yield name, Examined(host, connection, error=outcome)
         else:
-            yield name, decide(host, connection, outcome, headers=headers[name], as_of=as_of)
+            yield name, _judge(host, connection, outcome, headers=headers[name], as_of=as_of)
+
+
+def _judge(host: FleetHost, connection: Connection, facts: Facts, *, headers: Headers, as_of: date) -> Examined:
+    """Like :func:`decide`; an answer that nobody has thought of costs its own host alone."""
+    try:
+        return decide(host, connection, facts, headers=headers, as_of=as_of)
+    except V100ctlError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {printable(str(error))}"
+        return Examined(
+            host,
+            connection,
+            error=ProbeError(
+                f"{host.name}: what it answers cannot be judged ({reason})",
+                hint=f"the host lies, or this is a bug to report: `v100ctl plan --limit {shlex.quote(host.name)}` shows where",
+            ),
+        )
 
 
 def _connections(

@@ -7,11 +7,15 @@ name says otherwise.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 FACTS_SCHEMA = "v100ctl/facts/1"
+
+#: Numbers as kernels and cards count. What a host claims beyond them would end in an overflow where it is divided or printed.
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Real = Annotated[float, Field(ge=-1e18, le=1e18)]
 
 
 class _Facts(BaseModel):
@@ -46,24 +50,24 @@ class User(_Facts):
     """Who the probe ran as (after sudo)."""
 
     name: str = ""
-    uid: int = -1
+    uid: Whole = -1
 
 
 class NumaNode(_Facts):
     """One NUMA node: its CPUs in the kernel's list form (``0-7,16-23``)."""
 
-    id: int
+    id: Whole
     cpus: str = ""
-    memory_bytes: int = 0
+    memory_bytes: Whole = 0
 
 
 class Cpu(_Facts):
     """Processors; ``level`` is the x86-64 micro-architecture level (``x86-64-v3``), empty elsewhere."""
 
     model: str = ""
-    logical_count: int = 0
-    physical_count: int = 0
-    usable_count: int = 0
+    logical_count: Whole = 0
+    physical_count: Whole = 0
+    usable_count: Whole = 0
     level: str = ""
     numa_nodes: tuple[NumaNode, ...] = ()
     #: The processors and the memory nodes that a service may use (those of PID 1), in the kernel's list form; empty: not known.
@@ -76,18 +80,18 @@ class Cpu(_Facts):
 class Memory(_Facts):
     """``/proc/meminfo``; ``limit_bytes`` is the control group's ceiling where it is below that (a container), else ``None``."""
 
-    total_bytes: int = 0
-    available_bytes: int = 0
-    swap_total_bytes: int = 0
-    swap_free_bytes: int = 0
-    limit_bytes: int | None = None
+    total_bytes: Whole = 0
+    available_bytes: Whole = 0
+    swap_total_bytes: Whole = 0
+    swap_free_bytes: Whole = 0
+    limit_bytes: Whole | None = None
 
 
 class Limits(_Facts):
     """The most this host can give to a service; ``None`` is unlimited."""
 
-    nofile_hard: int | None = None
-    memlock_hard_bytes: int | None = None
+    nofile_hard: Whole | None = None
+    memlock_hard_bytes: Whole | None = None
 
 
 class Filesystem(_Facts):
@@ -95,8 +99,8 @@ class Filesystem(_Facts):
 
     mount: str = ""
     device: str = ""
-    total_bytes: int = 0
-    free_bytes: int = 0
+    total_bytes: Whole = 0
+    free_bytes: Whole = 0
     read_only: bool = False
     #: Nothing that lies there can be run, or loaded as code.
     no_exec: bool = False
@@ -105,7 +109,7 @@ class Filesystem(_Facts):
 class Systemd(_Facts):
     """The running service manager; ``None`` in :class:`Facts` where PID 1 is something else."""
 
-    version: int = 0
+    version: Whole = 0
     state: str = ""
 
 
@@ -115,10 +119,10 @@ class GpuProcess(_Facts):
     ``memory_bytes`` is what ``nvidia-smi`` says of it, ``None`` where it does not know.
     """
 
-    pid: int
+    pid: Whole
     command: str = ""
     unit: str = ""
-    memory_bytes: int | None = None
+    memory_bytes: Whole | None = None
 
 
 class Gpu(_Facts):
@@ -150,42 +154,42 @@ class Gpu(_Facts):
     pci_address: str
     pci_id: str = ""
     kernel_driver: str = ""
-    numa_node: int = -1
+    numa_node: Whole = -1
     pci_class: str = ""
     subsystem_id: str = ""
-    bar1_bytes: int | None = None
-    link_speed_gts: float | None = None
-    link_width: int | None = None
-    max_link_speed_gts: float | None = None
-    max_link_width: int | None = None
+    bar1_bytes: Whole | None = None
+    link_speed_gts: Real | None = None
+    link_width: Whole | None = None
+    max_link_speed_gts: Real | None = None
+    max_link_width: Whole | None = None
     revision_ff: bool = False
-    iommu_group: int | None = None
+    iommu_group: Whole | None = None
     display_attached: bool | None = None
-    index: int | None = None
+    index: Whole | None = None
     uuid: str = ""
     name: str = ""
-    memory_total_bytes: int | None = None
-    memory_used_bytes: int | None = None
-    memory_reserved_bytes: int | None = None
+    memory_total_bytes: Whole | None = None
+    memory_used_bytes: Whole | None = None
+    memory_reserved_bytes: Whole | None = None
     compute_capability: str = ""
     persistence_mode: Literal["", "enabled", "disabled"] = ""
     ecc_mode: Literal["", "enabled", "disabled"] = ""
-    power_limit_w: float | None = None
-    application_memory_clock_mhz: int | None = None
-    application_graphics_clock_mhz: int | None = None
+    power_limit_w: Real | None = None
+    application_memory_clock_mhz: Whole | None = None
+    application_graphics_clock_mhz: Whole | None = None
     compute_mode: str = ""
-    temperature_c: int | None = None
-    memory_temperature_c: int | None = None
-    power_draw_w: float | None = None
-    sm_clock_mhz: int | None = None
-    max_sm_clock_mhz: int | None = None
+    temperature_c: Whole | None = None
+    memory_temperature_c: Whole | None = None
+    power_draw_w: Real | None = None
+    sm_clock_mhz: Whole | None = None
+    max_sm_clock_mhz: Whole | None = None
     throttle_reasons: tuple[str, ...] | None = None
     ecc_pending_mode: Literal["", "enabled", "disabled"] = ""
-    ecc_corrected_volatile: int | None = None
-    ecc_uncorrected_volatile: int | None = None
-    ecc_uncorrected_aggregate: int | None = None
-    retired_pages_single_bit: int | None = None
-    retired_pages_double_bit: int | None = None
+    ecc_corrected_volatile: Whole | None = None
+    ecc_uncorrected_volatile: Whole | None = None
+    ecc_uncorrected_aggregate: Whole | None = None
+    retired_pages_single_bit: Whole | None = None
+    retired_pages_double_bit: Whole | None = None
     retired_pages_pending: bool | None = None
     processes: tuple[GpuProcess, ...] = ()
 
@@ -221,7 +225,7 @@ class Nvidia(_Facts):
     cuda_version: str = ""
     uninstaller: str = ""
     fabric_manager: Literal["", "installed", "active"] = ""
-    nvswitch_count: int = 0
+    nvswitch_count: Whole = 0
     smi: NvidiaSmi = NvidiaSmi()
 
 
@@ -232,10 +236,10 @@ class Xid(_Facts):
     """
 
     pci_address: str
-    code: int
-    count: int = 1
-    first_s: float = 0.0
-    last_s: float = 0.0
+    code: Whole
+    count: Whole = 1
+    first_s: Real = 0.0
+    last_s: Real = 0.0
     this_boot: bool = True
     message: str = ""
 
@@ -323,15 +327,15 @@ class Baseline(_Facts):
     """How an instance was when it was proved; ``digest`` is that of the plan by which it ran then. ``None``: not measured."""
 
     digest: str = ""
-    tokens_per_second: float | None = None
-    anonymous_bytes: int | None = None
+    tokens_per_second: Real | None = None
+    anonymous_bytes: Whole | None = None
 
 
 class Identity(_Facts):
     """What an instance says that it has: HTTP status without a key, and with one where the first was refused."""
 
-    status: int | None = None
-    status_with_key: int | None = None
+    status: Whole | None = None
+    status_with_key: Whole | None = None
     models: tuple[str, ...] = ()
 
 
@@ -339,7 +343,7 @@ class PackageLock(_Facts):
     """A process that holds a lock of the package manager."""
 
     path: str
-    pid: int
+    pid: Whole
     command: str = ""
 
 
@@ -355,8 +359,8 @@ class ManagedFile(_Facts):
     mode: str = ""
     owner: str = ""
     group: str = ""
-    size_bytes: int = 0
-    mtime_s: float = 0.0
+    size_bytes: Whole = 0
+    mtime_s: Real = 0.0
     content: str | None = None
     keyed_digest: str = ""
 
@@ -379,8 +383,8 @@ class ModelFacts(_Facts):
     """A model file. ``sha256`` is what was verified for just this size and mtime, or what ``--deep`` hashed; empty if neither."""
 
     exists: bool = False
-    size_bytes: int = 0
-    mtime_ns: int = 0
+    size_bytes: Whole = 0
+    mtime_ns: Whole = 0
     sha256: str = ""
     owner: str = ""
     mode: str = ""
@@ -396,9 +400,9 @@ class UnitFacts(_Facts):
     fragment_path: str = ""
     drop_in_paths: tuple[str, ...] = ()
     need_daemon_reload: bool = False
-    main_pid: int = 0
+    main_pid: Whole = 0
     result: str = ""
-    restarts_count: int = 0
+    restarts_count: Whole = 0
 
 
 class ProcessFacts(_Facts):
@@ -410,7 +414,7 @@ class ProcessFacts(_Facts):
     where it has none or only their owner may say.
     """
 
-    pid: int
+    pid: Whole
     unit: str = ""
     executable: str = ""
     executable_deleted: bool = False
@@ -418,14 +422,14 @@ class ProcessFacts(_Facts):
     environ: dict[str, str] = Field(default_factory=dict)
     keys_current: bool | None = None
     user: str = ""
-    started_s: float = 0.0
-    nofile_soft: int | None = None
-    memlock_soft_bytes: int | None = None
+    started_s: Real = 0.0
+    nofile_soft: Whole | None = None
+    memlock_soft_bytes: Whole | None = None
     cpus_allowed: str = ""
     cgroup_unit: str = ""
     memory_policy: str = ""
-    rss_anonymous_bytes: int = 0
-    swap_bytes: int = 0
+    rss_anonymous_bytes: Whole = 0
+    swap_bytes: Whole = 0
     #: Libraries that it has loaded and whose files were removed or replaced since.
     deleted_libraries: tuple[str, ...] = ()
 
@@ -434,8 +438,8 @@ class Listener(_Facts):
     """A listening TCP socket and, where ``/proc`` shows it, who owns it."""
 
     address: str
-    port: int
-    pid: int | None = None
+    port: Whole
+    pid: Whole | None = None
     command: str = ""
     unit: str = ""
 
@@ -461,8 +465,8 @@ class Occupant(_Facts):
     ``ancestors``: names of those who started it, nearest first.
     """
 
-    pid: int
-    start_ticks: int = 0
+    pid: Whole
+    start_ticks: Whole = 0
     command_digest: str = ""
     argv: tuple[str, ...] = ()
     environ: dict[str, str] = Field(default_factory=dict)
@@ -483,15 +487,15 @@ class GatewayServer(_Facts):
     """How the gateway sees an instance: HAProxy's word for it (``UP``, ``DOWN``, ``DRAIN``, ``MAINT``), and its requests."""
 
     status: str = ""
-    requests_running: int = 0
+    requests_running: Whole = 0
 
 
 class FirewallRule(_Facts):
     """What a firewall does with TCP from anywhere to a span of ports."""
 
     allows: bool
-    first_port: int
-    last_port: int
+    first_port: Whole
+    last_port: Whole
 
 
 class FirewallFacts(_Facts):
@@ -522,15 +526,15 @@ class GatewayFacts(_Facts):
 class HealthFacts(_Facts):
     """The answer of an instance's health path: HTTP status, or ``None`` with the reason in ``error``."""
 
-    status: int | None = None
+    status: Whole | None = None
     error: str = ""
 
 
 class Account(_Facts):
     """A user or group entry that this toolkit manages."""
 
-    uid: int
-    gid: int
+    uid: Whole
+    gid: Whole
     home: str = ""
     shell: str = ""
     groups: tuple[str, ...] = ()
@@ -547,13 +551,13 @@ class Facts(_Facts):
     """Everything that is known of one host at one moment."""
 
     schema_id: str = Field(default=FACTS_SCHEMA, alias="schema")
-    probe_ms: float = 0.0
-    now_s: float = 0.0
+    probe_ms: Real = 0.0
+    now_s: Real = 0.0
     hostname: str = ""
     machine: str = ""
     kernel: str = ""
     boot_id: str = ""
-    uptime_s: float = 0.0
+    uptime_s: Real = 0.0
     virtualization: str = ""
     distribution: Distribution = Distribution()
     libc: Libc = Libc()
@@ -595,7 +599,7 @@ class Facts(_Facts):
     host_json: HostJson = HostJson()
     releases: tuple[ReleaseFacts, ...] = ()
     #: What lies in the store of models, by path: sizes in bytes, that of a folder with everything below it.
-    stored_models: dict[str, int] = Field(default_factory=dict)
+    stored_models: dict[str, Whole] = Field(default_factory=dict)
     models: dict[str, ModelFacts] = Field(default_factory=dict)
     units: dict[str, UnitFacts] = Field(default_factory=dict)
     processes: tuple[ProcessFacts, ...] = ()

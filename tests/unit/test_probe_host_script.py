@@ -346,6 +346,11 @@ def test_a_fifo_where_a_file_is_expected_blocks_nothing(tmp_path: Path) -> None:
         (b'{"a": NaN}', "NaN is not JSON"),
         (b'"\xff"', "not valid JSON"),
         (b'{"a":' * 100000, "nested too deeply"),
+        # Python reads these, and whoever reads the whole document does not.
+        (b'{"a":' * 40 + b"1" + b"}" * 40, "nested too deeply"),
+        (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "nested too deeply"),
+        (b'{"a": [-1e999]}', "a number without end"),
+        (b'{"a": ' + b"9" * 1000000 + b"}", "a number of 1000000 digits"),
         (b" " * (script.MAX_DOCUMENT_BYTES + 1), "larger than"),
     ],
 )
@@ -355,6 +360,16 @@ def test_host_json_that_is_none_says_why(tmp_path: Path, content: bytes, problem
     found = script.collect_host_json(str(path))
     assert found["document"] is None
     assert problem in found["problem"]
+
+
+def test_what_is_as_deep_and_as_large_as_can_be_is_read(tmp_path: Path) -> None:
+    depth = script.MAX_JSON_DEPTH
+    path = tmp_path / "host.json"
+    path.write_bytes(b'{"a":' * depth + b"18446744073709551615" + b"}" * depth)
+    found = script.collect_host_json(str(path))["document"]
+    for _ in range(depth):
+        found = found["a"]
+    assert found == 2**64 - 1
 
 
 def test_host_json(tmp_path: Path) -> None:

@@ -226,10 +226,10 @@ def test_all_hosts_are_probed_and_each_is_told_of() -> None:
 
 
 def test_an_error_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(connection: Connection, request: ProbeRequest, deadline: object) -> Facts:
+    def look(connection: Connection, request: ProbeRequest, deadline: object) -> bytes:
         if connection.host == "bad":
             raise UnreachableError("bad: no way in")
-        return Facts(hostname=connection.host)
+        return Facts(hostname=connection.host).model_dump_json().encode()
 
     monkeypatch.setattr(run, "_probe", look)
     found = probe_hosts(items("good", "bad"))
@@ -240,11 +240,11 @@ def test_an_error_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stuck_hosts_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 
-    def look(connection: Connection, request: ProbeRequest, deadline: object) -> Facts:
+    def look(connection: Connection, request: ProbeRequest, deadline: object) -> bytes:
         if connection.host.startswith("stuck"):
             # As in a name lookup: nothing can interrupt it.
             release.wait(60)
-        return Facts(hostname=connection.host)
+        return Facts(hostname=connection.host).model_dump_json().encode()
 
     monkeypatch.setattr(run, "_probe", look)
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
@@ -256,10 +256,10 @@ def test_stuck_hosts_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_host_that_waits_for_a_person_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(connection: Connection, request: ProbeRequest, deadline: Any) -> Facts:
+    def look(connection: Connection, request: ProbeRequest, deadline: Any) -> bytes:
         with deadline.paused():
             threading.Event().wait(1.0)
-        return Facts(hostname=connection.host)
+        return Facts(hostname=connection.host).model_dump_json().encode()
 
     monkeypatch.setattr(run, "_probe", look)
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
@@ -267,7 +267,7 @@ def test_a_host_that_waits_for_a_person_is_not_given_up(monkeypatch: pytest.Monk
 
 
 def test_a_bug_is_no_hosts_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(connection: Connection, request: ProbeRequest, deadline: object) -> Facts:
+    def look(connection: Connection, request: ProbeRequest, deadline: object) -> bytes:
         raise ZeroDivisionError
 
     monkeypatch.setattr(run, "_probe", look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -16,6 +17,7 @@ from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet
 from v100ctl.plan.keys import first_keys
 from v100ctl.plan.types import describe
+from v100ctl.probe.host_script import HIDDEN, SECRET_TEXT, is_secret
 from v100ctl.probe.text import escaped
 
 AUDIT_SCHEMA = "v100ctl/audit/1"
@@ -24,6 +26,13 @@ HostAuditStatus = Literal["clean", "drift", "unreachable", "error"]
 MAX_FINDINGS = 500
 MAX_TEXT_CHARACTERS = 64 * 1024
 MAX_NAME_CHARACTERS = 400
+#: All texts of one host together; what comes after them is cut shorter.
+MAX_HOST_CHARACTERS = 4 * 1024**2
+_SHORT_CHARACTERS = 1000
+#: Shorter ones are also words that have nothing to do with them.
+_LEAST_SECRET_CHARACTERS = 6
+#: A flag or an assignment, and its value.
+_ASSIGNED = re.compile(r"(?P<name>(?<![\w-])--?[A-Za-z][\w-]{0,60}[ =]|\b[A-Za-z_]\w{0,60}=)(?P<value>[^\s\"']+)")
 
 #: Called with each host as it is done.
 OnHost = Callable[[str, "HostAudit"], None]
@@ -54,24 +63,28 @@ class HostAudit:
     traits: Traits | None = field(default=None, repr=False)
     #: Instances that run now and that mending its findings would restart.
     restarts: tuple[str, ...] = ()
+    #: What must stand in no report, whoever repeats it.
+    secrets: tuple[str, ...] = field(default=(), repr=False)
     #: How fast its instances were when they were proved.
     speeds: tuple[Speed, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(cls, state: Examined) -> HostAudit:
         """What is kept of a host that was examined. Whatever it says is bounded, and holds nothing that a terminal obeys."""
-        findings = bounded(state.findings)
+        secrets = _secrets(state)
+        findings = bounded(state.findings, secrets)
         if state.error is not None:
             status: HostAuditStatus = "unreachable" if isinstance(state.error, UnreachableError) else "error"
-            hint = state.error.hint and escaped(state.error.hint, MAX_TEXT_CHARACTERS)
-            return cls(status, error=escaped(state.error.message, MAX_TEXT_CHARACTERS), hint=hint)
+            hint = state.error.hint and _kept(state.error.hint, MAX_TEXT_CHARACTERS, secrets)
+            return cls(status, error=_kept(state.error.message, MAX_TEXT_CHARACTERS, secrets), hint=hint, secrets=secrets)
         refusals = [rule for rule in state.plan.rules if rule.severity == "refuse"] if state.plan is not None else []
         return cls(
             status="error" if refusals else "drift" if findings else "clean",
             findings=findings,
             probe_ms=round(state.facts.probe_ms, 1) if state.facts else None,
-            error=escaped("; ".join(describe(rule) for rule in refusals), MAX_TEXT_CHARACTERS),
+            error=_kept("; ".join(describe(rule) for rule in refusals), MAX_TEXT_CHARACTERS, secrets),
             traits=traits_of(state),
+            secrets=secrets,
             restarts=state.restarts,
             speeds=tuple(_speeds(state)),
         )
@@ -121,7 +134,7 @@ class AuditReport:
         hosts = dict(self.hosts)
         for name, added in more.items():
             host = hosts[name]
-            findings = bounded((*host.findings, *added))
+            findings = bounded((*host.findings, *added), host.secrets)
             hosts[name] = dataclasses.replace(
                 host, findings=findings, status="drift" if host.status == "clean" and findings else host.status
             )
@@ -156,9 +169,38 @@ class AuditReport:
         }
 
 
-def bounded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings with what a host said cut to a length and without control characters, and no more of them than anybody reads."""
+def _secrets(state: Examined) -> tuple[str, ...]:
+    """What this side knows and a host may repeat: passwords that it was given, API keys, the hub's token. The longest first."""
+    found = {state.connection.password or "", state.connection.become_password or ""} if state.connection else set()
+    found.add(state.host.config.model_store_hf_token.get_secret_value())
+    for spec in state.host.config.llm_server_instances.values():
+        found.update(spec.keys)
+    return tuple(sorted((secret for secret in found if len(secret) >= _LEAST_SECRET_CHARACTERS), key=len, reverse=True))
+
+
+def _kept(text: str, limit: int, secrets: tuple[str, ...], *, lines: bool = False) -> str:
+    """A text as it may stand in a report: without secrets, those of ours and what looks like one, cut and escaped."""
+    # What is cut away anyway is not searched, and what was only searched in part is cut away.
+    begin = text[: 2 * limit]
+    for secret in secrets:
+        begin = begin.replace(secret, HIDDEN)
+    begin = SECRET_TEXT.sub(HIDDEN, begin)
+    begin = _ASSIGNED.sub(lambda found: found["name"] + HIDDEN if is_secret(found["name"].rstrip(" =")) else found[0], begin)
+    if len(text) <= limit:
+        return escaped(begin, len(begin), lines=lines)
+    begin = begin[: min(limit, max(0, len(begin) - limit // 2))]
+    return f"{escaped(begin, limit, lines=lines)}... and {len(text) - len(begin)} more characters"
+
+
+def bounded(findings: Iterable[Finding], secrets: tuple[str, ...] = ()) -> tuple[Finding, ...]:
+    """Findings with what a host said cut to a length, without control characters and secrets, and no more than anybody reads.
+
+    Args:
+        findings: What was found.
+        secrets: What stands in no report.
+    """
     kept: list[Finding] = []
+    left = MAX_HOST_CHARACTERS
     for number, finding in enumerate(findings):
         if number == MAX_FINDINGS:
             kept.append(
@@ -172,15 +214,17 @@ def bounded(findings: Iterable[Finding]) -> tuple[Finding, ...]:
                 )
             )
             break
+        limit = MAX_TEXT_CHARACTERS if left > 0 else _SHORT_CHARACTERS
         kept.append(
             dataclasses.replace(
                 finding,
-                id=escaped(finding.id, MAX_NAME_CHARACTERS),
-                expected=escaped(finding.expected, MAX_TEXT_CHARACTERS, lines=True),
-                actual=escaped(finding.actual, MAX_TEXT_CHARACTERS, lines=True),
-                fix=escaped(finding.fix, MAX_TEXT_CHARACTERS),
+                id=_kept(finding.id, MAX_NAME_CHARACTERS, secrets),
+                expected=_kept(finding.expected, limit, secrets, lines=True),
+                actual=_kept(finding.actual, limit, secrets, lines=True),
+                fix=_kept(finding.fix, limit, secrets),
             )
         )
+        left -= sum(map(len, (kept[-1].expected, kept[-1].actual, kept[-1].fix)))
     return tuple(kept)
 
 

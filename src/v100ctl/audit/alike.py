@@ -17,6 +17,9 @@ _MAJORITY = 2 / 3
 #: One that is slower than this part of its like.
 _SLOW = 0.7
 _NAMED = 3
+#: No host has more. One that claims more would outvote all others, and what it says is kept until all have answered.
+_MAX_CARDS = 16
+_MAX_CHARACTERS = 200
 
 #: What hosts are compared by, and the layer of each.
 _HOST_TRAITS: Mapping[str, Layer] = {
@@ -72,8 +75,8 @@ def traits_of(state: Examined) -> Traits | None:
     facts, decided = state.facts, state.plan
     if facts is None or decided is None:
         return None
-    cards = tuple(gpu for gpu in facts.gpus if gpu.uuid)
-    names = tuple(sorted(gpu.name for gpu in cards))
+    cards = tuple(gpu for gpu in facts.gpus if gpu.uuid)[:_MAX_CARDS]
+    names = tuple(sorted(gpu.name[:_MAX_CHARACTERS] for gpu in cards))
     engines = tuple(sorted(item.release_path for item in decided.instances))
     values = {
         "distribution": f"{facts.distribution.id} {facts.distribution.version_id}".strip(),
@@ -94,14 +97,14 @@ def traits_of(state: Examined) -> Traits | None:
             kind = (item.release_path, item.model_path, str(item.context_length), str(item.parallel), *names)
             speeds[kind] = (item.name, baseline.tokens_per_second)
     return Traits(
-        alike=(facts.machine, *names, *engines),
-        values={name: value for name, value in values.items() if value},
+        alike=(facts.machine[:_MAX_CHARACTERS], *names, *engines),
+        values={name: value[:_MAX_CHARACTERS] for name, value in values.items() if value},
         cards=tuple(
             CardTraits(
-                gpu.uuid,
-                gpu.name,
+                gpu.uuid[:_MAX_CHARACTERS],
+                gpu.name[:_MAX_CHARACTERS],
                 {
-                    name: value
+                    name: value[:_MAX_CHARACTERS]
                     for name, value in {
                         "power-limit": f"{gpu.power_limit_w:g} W" if gpu.power_limit_w else "",
                         "clocks": f"{gpu.application_memory_clock_mhz},{gpu.application_graphics_clock_mhz} MHz"
@@ -122,7 +125,7 @@ def traits_of(state: Examined) -> Traits | None:
             for gpu in cards
         ),
         speeds=speeds,
-        told=frozenset(finding.id for finding in state.findings),
+        told=frozenset(finding.id for finding in state.findings if finding.layer == "hardware" and finding.id.startswith("gpu.")),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from v100ctl.facts import Facts, NumaNode
@@ -11,15 +12,19 @@ from v100ctl.plan.types import Placement, Rule
 
 #: The oldest systemd that knows `NUMAPolicy=`.
 NUMA_SINCE = 243
+#: More than any kernel is built for (``NR_CPUS``), and more than its list of them takes.
+_MAX_PROCESSORS = 65536
+_MAX_LIST_CHARACTERS = 1 << 16
 
 
 def parse_cpus(text: str) -> frozenset[int]:
     """The numbers in the kernel's list form. What is no list holds none."""
     found: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if first.isdigit() and (not last or last.isdigit()):
-            found |= set(range(int(first), int(last or first) + 1))
+    for part in text[:_MAX_LIST_CHARACTERS].split(","):
+        span = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
+        if span is not None:
+            # What no kernel numbers would only fill this side's memory.
+            found |= set(range(int(span[1]), min(int(span[2] or span[1]), _MAX_PROCESSORS) + 1))
     return frozenset(found)
 
 

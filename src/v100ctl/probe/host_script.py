@@ -25,6 +25,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import select
@@ -60,6 +61,8 @@ MAX_CONTENT_TOTAL_BYTES = 4 << 20
 MAX_HASHED_BYTES = 8 << 20
 MAX_DOCUMENT_BYTES = 2 << 20
 MAX_STATUS_BYTES = 64 << 20
+MAX_JSON_DEPTH = 32
+MAX_DIGITS = 20
 MAX_RELEASES = 100
 MAX_RELEASE_FILES = 5000
 #: Lists the files of a release that has too many for its ``release.json``: they are looked at with ``--deep`` alone.
@@ -314,15 +317,30 @@ def read_json(path: str, limit_bytes: int = MAX_DOCUMENT_BYTES) -> "Document":
     def refuse(constant: str) -> "Any":
         raise ValueError(f"{constant} is not JSON")
 
+    def whole(digits: str) -> int:
+        # Nothing has more, and turning very many of them into a number takes minutes.
+        return int(digits) if len(digits) <= MAX_DIGITS else refuse(f"a number of {len(digits)} digits")
+
+    def real(digits: str) -> float:
+        number = float(digits)
+        return number if math.isfinite(number) else refuse("a number without end")
+
     try:
-        document = json.loads(raw.decode("utf-8"), parse_constant=refuse)
+        document = json.loads(raw.decode("utf-8"), parse_constant=refuse, parse_int=whole, parse_float=real)
     except RecursionError:
         raise ProbeFailure("nested too deeply") from None
     except ValueError as error:
         raise ProbeFailure(f"not valid JSON: {error}") from None
     if not isinstance(document, dict):
         raise ProbeFailure("not a JSON object")
-    return document
+    layer = [document]  # type: list[Any]
+    for _ in range(MAX_JSON_DEPTH):
+        layer = [inner for outer in layer for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        layer = [inner for inner in layer if isinstance(inner, (dict, list))]
+        if not layer:
+            return document
+    # The reader of the whole document has a limit too: one file must not cost all the rest.
+    raise ProbeFailure("nested too deeply")
 
 
 def hash_descriptor(descriptor: int) -> str:

@@ -103,21 +103,24 @@ def probe_host(connection: Connection, request: ProbeRequest, *, timeout_s: floa
         PythonMissingError: the host has no Python.
         ProbeError: what came back is no document.
     """
-    return _probe(connection, request, Deadline(timeout_s))
+    return parse_facts(connection.host, _probe(connection, request, Deadline(timeout_s)))
 
 
-def _probe(connection: Connection, request: ProbeRequest, deadline: Deadline) -> Facts:
+def _probe(connection: Connection, request: ProbeRequest, deadline: Deadline) -> bytes:
     session = start_session(connection, deadline)
     try:
-        return probe_session(session, request, timeout_s=deadline.remaining_s())
+        return _ask(session, request, timeout_s=deadline.remaining_s())
     finally:
         session.close()
 
 
+def _ask(session: Session, request: ProbeRequest, *, timeout_s: float) -> bytes:
+    return run_python(session, HOST_SCRIPT.read_bytes(), encode_request(request), what="the probe", timeout_s=timeout_s)
+
+
 def probe_session(session: Session, request: ProbeRequest, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Facts:
     """Look at a host through an open session; see :func:`probe_host`."""
-    document = run_python(session, HOST_SCRIPT.read_bytes(), encode_request(request), what="the probe", timeout_s=timeout_s)
-    return parse_facts(session.connection.host, document)
+    return parse_facts(session.connection.host, _ask(session, request, timeout_s=timeout_s))
 
 
 def run_python(session: Session, script: bytes, request: str, *, what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes:
@@ -260,6 +263,16 @@ def probe_hosts(
     return {host: results[host] for host in items}
 
 
+def _read(host: str, answer: bytes | V100ctlError) -> Facts | V100ctlError:
+    # Here and not where hosts are asked: a document takes many times its size while it is read, so one at a time.
+    if isinstance(answer, V100ctlError):
+        return answer
+    try:
+        return parse_facts(host, answer)
+    except ProbeError as error:
+        return error
+
+
 def probe_each(
     items: Mapping[str, tuple[Connection, ProbeRequest]], *, forks: int = DEFAULT_FORKS, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[tuple[str, Facts | V100ctlError]]:
@@ -275,7 +288,7 @@ def probe_each(
     """
     waiting = deque(items)
     running: dict[str, Deadline] = {}
-    answers: queue.SimpleQueue[tuple[str, Facts | V100ctlError | BaseException]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[str, bytes | BaseException]] = queue.SimpleQueue()
 
     def look(host: str, deadline: Deadline) -> None:
         try:
@@ -292,13 +305,15 @@ def probe_each(
             threading.Thread(target=look, args=(host, running[host]), name=f"probe {host}", daemon=True).start()
         wait_s = min(deadline.remaining_s() for deadline in running.values()) + _GRACE_S
         with contextlib.suppress(queue.Empty):
-            host, outcome = answers.get(timeout=min(wait_s, 0.5) if waiting else wait_s)
-            if not isinstance(outcome, Facts | V100ctlError):
-                raise outcome
+            host, answer = answers.get(timeout=min(wait_s, 0.5) if waiting else wait_s)
+            if isinstance(answer, BaseException) and not isinstance(answer, V100ctlError):
+                raise answer
             # One that was given up may still answer: too late.
             if host in running:
                 del running[host]
-                yield host, outcome
-        for host in [host for host, deadline in running.items() if deadline.overdue_s() > _GRACE_S]:
+                yield host, _read(host, answer)
+        # What has come by now is in time, also where reading another's answer took long.
+        overdue = [host for host, deadline in running.items() if deadline.overdue_s() > _GRACE_S] if answers.empty() else []
+        for host in overdue:
             del running[host]
             yield host, UnreachableError(f"{host}: no answer within {timeout_s:g} s", hint="look at it by hand")
