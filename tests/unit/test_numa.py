@@ -20,6 +20,10 @@ from v100ctl.plan.numa import format_cpus, parse_cpus
         ("3-1", set()),
         ("1-", {1}),
         (" 4 ", {4}),
+        ("\u00b2", set()),
+        ("9" * 5000, set()),
+        ("0-4294967295", set()),
+        ("65530-999999", {65530, 65531, 65532, 65533, 65534, 65535, 65536}),
     ],
 )
 def test_reading(text: str, numbers: set[int]) -> None:

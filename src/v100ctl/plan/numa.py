@@ -21,7 +21,7 @@ def parse_cpus(text: str) -> frozenset[int]:
     """The numbers in the kernel's list form. What is no list holds none."""
     found: set[int] = set()
     for part in text[:_MAX_LIST_CHARACTERS].split(","):
-        span = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
+        span = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6})?)?", part.strip())
         if span is not None:
             # What no kernel numbers would only fill this side's memory.
             found |= set(range(int(span[1]), min(int(span[2] or span[1]), _MAX_PROCESSORS) + 1))
