@@ -226,9 +226,9 @@ def check_argv(inventory: Path, forks: int) -> list[str]:
 
 
 def compare(count: int, check_count: int, runs: int, forks: int) -> dict[str, Any]:
-    """The three in turn, so that a busy machine slows all alike."""
+    """The three in turn, so that a busy machine slows all alike; `--check` once, and beside it `audit` of the same endpoints."""
     inventory, config, names = endpoints(count)
-    found: dict[str, list[Measured]] = {"audit": [], "bare": [], "check": []}
+    found: dict[str, list[Measured]] = {"bare": [], "audit": [], "check": [], "audit of the same": []}
     with tempfile.TemporaryDirectory() as scratch:
         answers, report, log = Path(scratch), Path(scratch, "report.json"), folder() / "last.log"
         for number in range(runs):
@@ -245,6 +245,8 @@ def compare(count: int, check_count: int, runs: int, forks: int) -> dict[str, An
                 found["check"].append(measured(check_argv(some, forks), log))
                 if found["check"][-1].code:
                     sys.exit(f"ansible-playbook failed: {log.read_text(encoding='utf-8')[-2000:]}")
+                found["audit of the same"].append(measured(audit_argv(some, report, forks), log))
+                checked(report, check_count)
     return {name: [vars(run) for run in runs_of] for name, runs_of in found.items()}
 
 
@@ -319,7 +321,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=4, help="up: lab hosts (default: 4)")
     parser.add_argument("--endpoints", type=int, help="names to audit (default: 50, and 1000 for many)")
     parser.add_argument(
-        "--check-endpoints", type=int, default=50, help="compare: names for ansible-playbook --check, 0 for none (default: 50)"
+        "--check-endpoints", type=int, default=50, help="compare: names for ansible-playbook --check, 0: none (default: 50)"
     )
     parser.add_argument(
         "--forks", type=int, help="how many hosts at a time (default: 20 for compare, the command's own for many)"
@@ -345,19 +347,20 @@ def main() -> int:
     for name, runs in found.items():
         for key in runs[0] if runs else ():
             values = [run[key] for run in runs]
+            if not any(values):
+                continue
             scale, unit = (1 << 20, "MiB") if key.endswith("_bytes") else (1, "")
             print(
-                f"{name:6} {key:12} median {statistics.median(values) / scale:10.3f} {unit}"
+                f"{name:17} {key:13} median {statistics.median(values) / scale:10.3f} {unit}"
                 f"  from {min(values) / scale:.3f} to {max(values) / scale:.3f} in {len(values)} runs"
             )
     if given.what == "compare":
         audit_s, bare_s = (statistics.median(run["elapsed_s"] for run in found[name]) for name in ("audit", "bare"))
         print(f"audit / bare: {audit_s / bare_s:.2f}")
         if found["check"]:
-            check_s, per = found["check"][0]["elapsed_s"], (given.endpoints or 50) / given.check_endpoints
-            print(f"--check of {given.check_endpoints} endpoints / audit of {given.endpoints or 50}: {check_s / audit_s:.1f}")
-            if per != 1:
-                print("(not of the same number of endpoints)")
+            check, same = found["check"][0], found["audit of the same"][0]
+            print(f"--check / audit, {given.check_endpoints} endpoints: {check['elapsed_s'] / same['elapsed_s']:.1f}")
+            print(f"  in the controller's processor seconds: {check['cpu_s'] / same['cpu_s']:.1f}")
     print(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f} at the end")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
