@@ -35,8 +35,11 @@ from .factory import AS_OF, MODEL, applied_facts, make_config, merge
 from .test_audit import HOSTILE, finding, page, read_xml, samples
 from .test_compare import PLAN
 
+#: The probe sends no halves of surrogate pairs.
+ODD = HOSTILE.replace("\ud800", "")
 HOSTS = Path(__file__).parent / "plan/hosts"
 CUDA = parse_config("h1", {"llm_server_instances": {"chat": {"model": MODEL}}})
+CONNECTION = Connection.from_vars("h1", {"ansible_connection": "local"})
 PASSWORD, SUDO, KEY, TOKEN = "connect-me-1", "become-root-2", "an-api-key-of-many-characters", "hf_AbCdEfGh12345678"
 
 
@@ -100,8 +103,8 @@ def documents() -> list[dict[str, Any]]:
 
 def test_no_answer_ends_the_audit() -> None:
     chance = random.Random(7)
-    answers, judged = documents(), 0
-    for _ in range(250):
+    answers, judged, told = documents(), 0, 0
+    for _ in range(120):
         answer = copy.deepcopy(chance.choice(answers))
         places = list(leaves(answer))
         for place, value in chance.sample(places, min(len(places), 6)):
@@ -116,13 +119,16 @@ def test_no_answer_ends_the_audit() -> None:
             continue
         judged += 1
         for config in (make_config(), CUDA):
-            host = HostAudit.of(decide(FleetHost("h1", {}, config), None, facts, as_of=AS_OF))
+            host = HostAudit.of(examine._judge(FleetHost("h1", {}, config), CONNECTION, facts, headers={}, as_of=AS_OF))
+            told += "cannot be judged" not in host.error
             report = AuditReport({"h1": host, "h2": host, "h3": host})
             odd_ones_out({name: each.traits for name, each in report.hosts.items() if each.traits is not None})
         if judged % 10 == 0:
             for text in reports(report):
                 assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\ud800]", text)
-    assert judged > 100
+    assert judged > 50
+    # Nearly all are judged as any other: the exceptions are what no file or command line can hold.
+    assert told > 1.8 * judged
 
 
 @pytest.mark.parametrize(
@@ -168,15 +174,15 @@ def lying_records() -> list[dict[str, Any]]:
     paths = {"/etc/shadow": {"sha256": "0" * 64}, "../../etc/passwd": {}, "/proc/kcore": 1, "/" + "x" * 5000: {}}
     deep: Any = 1
     for _ in range(30):
-        deep = {"instances": deep, "files": [deep] if not isinstance(deep, int) else deep}
+        deep = {"instances": deep}
     return [
         {**honest, "host": "another", "hostname": "another", "schema": "v100ctl/host/1"},
         {**honest, "files": {**honest["files"], **paths}},
         {**honest, "cards": ["0000:3b:00.0"] * 100_000, "packages": ["x"] * 100_000},
-        {**honest, "cards": [2**64 - 1, -(2**63), 1e300, None, {}, HOSTILE]},
-        {**honest, "instances": {HOSTILE: {}, "../../etc": {"port": 2**64 - 1}, "chat": [[]], "x" * 10_000: None}},
-        {**honest, "instances": 7, "files": [HOSTILE], "driver": [], "gateway": "x", "firewall": {"ports": [{}], "kind": 7}},
-        {**honest, "releases": [{"path": {}}, {"path": HOSTILE}, 3], "models": {"path": []}, "calendars": HOSTILE},
+        {**honest, "cards": [2**64 - 1, -(2**63), 1e300, None, {}, ODD]},
+        {**honest, "instances": {ODD: {}, "../../etc": {"port": 2**64 - 1}, "chat": [[]], "x" * 10_000: None}},
+        {**honest, "instances": 7, "files": [ODD], "driver": [], "gateway": "x", "firewall": {"ports": [{}], "kind": 7}},
+        {**honest, "releases": [{"path": {}}, {"path": ODD}, 3], "models": {"path": []}, "calendars": ODD},
         dict.fromkeys(honest, deep),
         {},
     ]
@@ -203,7 +209,7 @@ def test_a_record_with_a_seal_that_fits_hides_nothing_and_names_nobody_else(numb
 
 
 def test_a_host_has_one_budget_of_text() -> None:
-    many = audit_module.bounded(finding(id=f"x:{number}", actual="a" * 10**6, expected="b" * 10**6) for number in range(500))
+    many = audit_module.bounded(finding(id=f"x:{number}", actual="a" * 150_000, expected="b" * 150_000) for number in range(500))
     kept = sum(len(item.actual) + len(item.expected) for item in many)
     assert len(many) == 500
     assert kept < MAX_HOST_CHARACTERS + 2 * MAX_TEXT_CHARACTERS + 500 * 2200
@@ -297,6 +303,7 @@ def test_what_a_host_was_told_stands_in_no_report() -> None:
     [
         ("llama-server --api-key abcdef123456 --port 1", "llama-server --api-key (hidden) --port 1"),
         ("Environment=HF_TOKEN=abcdef123456\nUser=v100", "Environment=HF_TOKEN=(hidden)\nUser=v100"),
+        ("ExecStart=/x --api-key='a b c' -m /y", "ExecStart=/x --api-key=(hidden) -m /y"),
         ("https://user:word@host/x", "https://(hidden)@host/x"),
         ("--max-num-batched-tokens 4096 --api-key-file /etc/x", "--max-num-batched-tokens 4096 --api-key-file /etc/x"),
     ],

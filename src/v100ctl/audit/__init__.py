@@ -31,8 +31,9 @@ MAX_HOST_CHARACTERS = 4 * 1024**2
 _SHORT_CHARACTERS = 1000
 #: Shorter ones are also words that have nothing to do with them.
 _LEAST_SECRET_CHARACTERS = 6
-#: A flag or an assignment, and its value.
-_ASSIGNED = re.compile(r"(?P<name>(?<![\w-])--?[A-Za-z][\w-]{0,60}[ =]|\b[A-Za-z_]\w{0,60}=)(?P<value>[^\s\"']+)")
+#: What a flag or an assignment begins with, and its value.
+_NAMED = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]{0,60})[ =]|\b([A-Za-z_]\w{0,60})=")
+_VALUE = re.compile(r"\"[^\"\n]*\"?|'[^'\n]*'?|[^\s\"']+")
 
 #: Called with each host as it is done.
 OnHost = Callable[[str, "HostAudit"], None]
@@ -178,14 +179,24 @@ def _secrets(state: Examined) -> tuple[str, ...]:
     return tuple(sorted((secret for secret in found if len(secret) >= _LEAST_SECRET_CHARACTERS), key=len, reverse=True))
 
 
+def _without_values(text: str) -> str:
+    """A text in which nothing follows a flag or a variable that is called like a secret."""
+    parts, done = [], 0
+    for name in _NAMED.finditer(text):
+        value = _VALUE.match(text, name.end())
+        if name.start() >= done and value is not None and is_secret(name[1] or name[2]):
+            parts += [text[done : name.end()], HIDDEN]
+            done = value.end()
+    return "".join((*parts, text[done:]))
+
+
 def _kept(text: str, limit: int, secrets: tuple[str, ...], *, lines: bool = False) -> str:
     """A text as it may stand in a report: without secrets, those of ours and what looks like one, cut and escaped."""
     # What is cut away anyway is not searched, and what was only searched in part is cut away.
     begin = text[: 2 * limit]
     for secret in secrets:
         begin = begin.replace(secret, HIDDEN)
-    begin = SECRET_TEXT.sub(HIDDEN, begin)
-    begin = _ASSIGNED.sub(lambda found: found["name"] + HIDDEN if is_secret(found["name"].rstrip(" =")) else found[0], begin)
+    begin = _without_values(SECRET_TEXT.sub(HIDDEN, begin))
     if len(text) <= limit:
         return escaped(begin, len(begin), lines=lines)
     begin = begin[: min(limit, max(0, len(begin) - limit // 2))]
