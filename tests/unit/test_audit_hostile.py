@@ -245,10 +245,10 @@ def test_one_host_outvotes_no_others() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"packages": {"installed": {f"package-{number}": "1" for number in range(400_000)}}},
-        {"listeners": [{"address": "0.0.0.0", "port": 8000, "command": "x"}] * 200_000},
-        {"files": {f"/etc/systemd/system/v100-{number}.service": {"content": "x"} for number in range(100_000)}},
-        {"units": {f"v100-{number}.service": {"load_state": "loaded", "active_state": "failed"} for number in range(100_000)}},
+        {"packages": {"installed": {f"package-{number}": "1" for number in range(100_000)}}},
+        {"listeners": [{"address": "0.0.0.0", "port": 8000, "command": "x"}] * 50_000},
+        {"files": {f"/etc/systemd/system/v100-{number}.service": {"content": "x"} for number in range(25_000)}},
+        {"units": {f"v100-{number}.service": {"load_state": "loaded", "active_state": "failed"} for number in range(25_000)}},
     ],
     ids=["packages", "listeners", "files", "units"],
 )

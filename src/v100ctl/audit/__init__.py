@@ -27,7 +27,7 @@ MAX_FINDINGS = 500
 MAX_TEXT_CHARACTERS = 64 * 1024
 MAX_NAME_CHARACTERS = 400
 #: All texts of one host together; what comes after them is cut shorter.
-MAX_HOST_CHARACTERS = 4 * 1024**2
+MAX_HOST_CHARACTERS = 2 * 1024**2
 _SHORT_CHARACTERS = 1000
 #: Shorter ones are also words that have nothing to do with them.
 _LEAST_SECRET_CHARACTERS = 6
@@ -196,7 +196,7 @@ def _kept(text: str, limit: int, secrets: tuple[str, ...], *, lines: bool = Fals
     begin = text[: 2 * limit]
     for secret in secrets:
         begin = begin.replace(secret, HIDDEN)
-    begin = _without_values(SECRET_TEXT.sub(HIDDEN, begin))
+    begin = SECRET_TEXT.sub(HIDDEN, _without_values(begin))
     if len(text) <= limit:
         return escaped(begin, len(begin), lines=lines)
     begin = begin[: min(limit, max(0, len(begin) - limit // 2))]
