@@ -83,14 +83,18 @@ def _applied(facts: Facts) -> dict[str, Mapping[str, Any]]:
     return {str(name): value for name, value in found.items() if isinstance(value, Mapping)}
 
 
+def _mapping(value: object) -> Mapping[str, Any]:
+    """A part of the host's record that is a mapping; a damaged one is as good as none."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def _instance(name: str, state: Examined, facts: Facts, applied: Mapping[str, Any], *, planned: bool) -> InstanceStatus:
     unit = unit_name(name)
     process = facts.process_of(unit)
     health = facts.health.get(name)
     found = facts.units.get(unit)
     spec = state.host.config.llm_server_instances.get(name)
-    fronts = (facts.host_json.document or {}).get("gateway")
-    front = fronts.get("fronts", {}).get(name, {}) if isinstance(fronts, Mapping) else {}
+    front = _mapping(_mapping(_mapping((facts.host_json.document or {}).get("gateway")).get("fronts")).get(name))
     server = facts.gateway.servers.get(name) if facts.gateway else None
     address = str(front.get("bind") or f"{applied.get('listen', '')}:{applied.get('port', '')}") if applied else ""
     if not address and spec is not None:

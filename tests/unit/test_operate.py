@@ -59,6 +59,14 @@ def test_the_state_of_an_instance(changes: dict[str, Any], state: str, code: int
     assert status_exit_code({"h1": found}) == code
 
 
+@pytest.mark.parametrize(
+    "record", [{"gateway": {"fronts": ["x"]}}, {"gateway": {"fronts": {"chat": "x"}}}, {"gateway": 7}, {"instances": {"chat": 7}}]
+)
+def test_a_lying_record_changes_no_state(record: dict[str, Any]) -> None:
+    found = status_of(looked_at(host_json={"document": record}))
+    assert found.instances["chat"].state == "serving"
+
+
 def test_what_the_inventory_has_dropped_is_shown_and_is_no_difference() -> None:
     found = status_of(looked_at(units={"v100-old.service": {"load_state": "loaded", "active_state": "active"}}))
     assert (found.instances["old"].planned, found.instances["old"].state) == (False, "serving")
