@@ -20,7 +20,17 @@ from v100ctl.plan.llama_cpp import ENGINES_DIR
 from v100ctl.plan.numa import format_cpus, parse_cpus
 from v100ctl.plan.rules.text import gib
 from v100ctl.plan.tuning import PERSISTENCED_UNIT, SETTINGS, UNIT
-from v100ctl.plan.types import GatewayDecision, GatewayFront, HostPlan, ManagedFile, Model, ModelFile, Rule, plain_data
+from v100ctl.plan.types import (
+    DriverDecision,
+    GatewayDecision,
+    GatewayFront,
+    HostPlan,
+    ManagedFile,
+    Model,
+    ModelFile,
+    Rule,
+    plain_data,
+)
 from v100ctl.plan.units import TRIAL_DROP_IN, attainable_nofile, told, unit_name
 from v100ctl.plan.upkeep import CRON_FILE
 from v100ctl.probe.host_script import KEYED_DIGEST_ROUNDS, without_secrets
@@ -151,6 +161,43 @@ def _driver(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding]
         yield finding("unheld", f"held: {', '.join(loose)}", "not held")
     for path in driver.absent_files:
         yield finding(f"file-unwanted:{path}", "absent", "names NVIDIA's repository with another key")
+    yield from _next_boot(driver, facts, kind)
+
+
+def _next_boot(driver: DriverDecision, facts: Facts, kind: Kind) -> Iterator[Finding]:
+    """Whether the kernel that boots next has modules that work with what is installed: else the next boot loses the cards."""
+    if driver.action != "keep" or driver.unloaded or not facts.kernels_installed:
+        # A driver that comes brings modules for it; a container boots no kernel.
+        return
+    nvidia, kernel = facts.nvidia, facts.kernels_installed[-1]
+    version, flavour = nvidia.next_boot_module_version, nvidia.next_boot_module_flavour
+    if kernel == facts.kernel:
+        unread = "nvidia.module_file" in facts.errors
+        version, flavour = None if unread else nvidia.on_disk_module_version, nvidia.on_disk_module_flavour
+    if version is None:
+        # Nobody could look.
+        return
+    # Open and proprietary modules have the same version, and one of them does not drive a Volta.
+    same_flavour = not nvidia.module_flavour or not flavour or flavour == nvidia.module_flavour
+    if version and same_flavour and version == (nvidia.library_version or version):
+        return
+    failed = next((item for item in facts.dkms if item.failed == kernel), None)
+    log = f"/var/lib/dkms/{failed.name}/{failed.version}/build/make.log" if failed else ""
+    actual = f"{version}, {flavour or 'unknown'} modules" if version else "no modules"
+    # A role builds for the kernels of a driver that it installed, and leaves one alone that was found.
+    ours = kernel in driver.kernels
+    yield Finding(
+        "driver.next-boot",
+        kind if ours else "external",
+        "driver",
+        "nvidia_driver",
+        f"modules of driver {nvidia.library_version or driver.version or driver.branch} for kernel {kernel}, which boots next",
+        actual + (f": a build for it has failed, see {log} on the host" if log else ""),
+        "error",
+        _PROVISION
+        if ours
+        else f"have them built (`dkms autoinstall -k {kernel}` on the host, with that kernel's headers), or boot {facts.kernel} again",
+    )
 
 
 def _cuda(plan: HostPlan) -> Iterator[Finding]:

@@ -209,6 +209,7 @@ class Nvidia(_Facts):
     """The driver as the kernel, ``nvidia-smi`` and the disk show it.
 
     * ``module_*``: what is loaded; ``on_disk_module_*``: what the running kernel would load, both empty where there is none.
+    * ``next_boot_module_*``: what the newest installed kernel would load, where that is not the one that runs (else ``None``).
     * ``modules_loaded``: those of ``nvidia``, ``nvidia_uvm``, ``nvidia_drm``, ``nvidia_modeset``, ``nouveau``, ``vfio_pci``.
     * ``library_version``: of ``libnvidia-ml.so.1``.
     * ``cuda_version``: the newest CUDA that the driver serves, as ``nvidia-smi`` shows it (``12.2``).
@@ -222,6 +223,8 @@ class Nvidia(_Facts):
     library_version: str = ""
     on_disk_module_version: str = ""
     on_disk_module_flavour: Literal["", "proprietary", "open"] = ""
+    next_boot_module_version: str | None = None
+    next_boot_module_flavour: Literal["", "proprietary", "open"] = ""
     cuda_version: str = ""
     uninstaller: str = ""
     fabric_manager: Literal["", "installed", "active"] = ""

@@ -620,3 +620,89 @@ def test_what_others_do_around_a_card(card: dict[str, Any], facts: dict[str, Any
     before = compare(decide(CARD_CASE), Facts.model_validate_json((CARD_CASE / "facts.json").read_bytes()))
     new = {finding.id.partition(":")[0]: finding for finding in found if finding.id not in {item.id for item in before}}
     assert {name: finding.severity for name, finding in new.items() if finding.kind == "external"} == expected
+
+
+NEXT = "6.1.0-58-amd64"
+#: Two kernels, of which the newer one does not run yet.
+UPGRADED: dict[str, Any] = {"kernels_installed": ["6.1.0-57-amd64", NEXT]}
+#: What this toolkit leaves where it has installed the driver itself.
+INSTALLED_HERE: dict[str, Any] = {
+    "files": {"/etc/apt/preferences.d/v100ctl-nvidia-driver": {"kind": "file", "content": "# driver 535, installed from x\n"}}
+}
+
+
+def next_boot(*changes: dict[str, Any]) -> list[tuple[str, str, str, str, str]]:
+    """What is found of the next boot on a healthy host with these changes: kind, severity, expected, actual, fix."""
+    document = Facts.model_validate_json((CARD_CASE / "facts.json").read_bytes()).model_dump(by_alias=True)
+    for change in changes:
+        document = merge(document, change)
+    facts = Facts.model_validate(document)
+    found = [item for item in compare(decide(CARD_CASE, facts), facts) if item.id == "driver.next-boot"]
+    assert {(item.layer, item.role) for item in found} <= {("driver", "nvidia_driver")}
+    return [(item.kind, item.severity, item.expected, item.actual, item.fix) for item in found]
+
+
+def next_module(version: str | None, flavour: str = "proprietary") -> dict[str, Any]:
+    return {"nvidia": {"next_boot_module_version": version, "next_boot_module_flavour": flavour}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # The kernel that runs boots next; the one to come has its modules; nobody could look; a container.
+        ({},),
+        (UPGRADED, next_module("535.309.01")),
+        (UPGRADED, next_module(None)),
+        ({"errors": {"nvidia.module_file": "x"}, "nvidia": {"on_disk_module_version": ""}},),
+        ({"kernels_installed": []}, next_module("")),
+        # Library and modules were upgraded together, and the next boot brings both.
+        (UPGRADED, next_module("535.310.01"), {"nvidia": {"library_version": "535.310.01"}}),
+        # No library to go by, as where the modules alone are there.
+        (UPGRADED, next_module("535.310.01", ""), {"nvidia": {"library_version": ""}}),
+    ],
+)
+def test_a_next_boot_that_brings_the_driver_is_no_finding(changes: tuple[dict[str, Any], ...]) -> None:
+    assert next_boot(*changes) == []
+
+
+def test_a_next_boot_without_modules_is_told() -> None:
+    ((kind, severity, expected, actual, fix),) = next_boot(UPGRADED, next_module("", ""))
+    assert (kind, severity) == ("external", "error")
+    assert (expected, actual) == (f"modules of driver 535.309.01 for kernel {NEXT}, which boots next", "no modules")
+    assert f"dkms autoinstall -k {NEXT}" in fix and "boot 6.1.0-57-amd64 again" in fix
+    # DKMS was removed under the loaded module: the same kernel boots, and finds nothing.
+    ((_, _, expected, _, _),) = next_boot({"nvidia": {"on_disk_module_version": "", "on_disk_module_flavour": ""}})
+    assert "6.1.0-57-amd64, which boots next" in expected
+
+
+@pytest.mark.parametrize(
+    ("module", "actual"),
+    [
+        (("550.163.01", "proprietary"), "550.163.01, proprietary modules"),
+        (("535.309.01", "open"), "535.309.01, open modules"),
+    ],
+)
+def test_a_next_boot_with_other_modules_is_told(module: tuple[str, str], actual: str) -> None:
+    ((_, _, _, found, _),) = next_boot(UPGRADED, next_module(*module))
+    assert found == actual
+
+
+def test_a_build_that_failed_names_its_log() -> None:
+    failed = {"dkms": [{"name": "nvidia-current", "version": "535.309.01", "failed": NEXT}]}
+    ((_, _, _, actual, _),) = next_boot(UPGRADED, next_module(""), failed)
+    assert actual.endswith("see /var/lib/dkms/nvidia-current/535.309.01/build/make.log on the host")
+    other = {"dkms": [{"name": "nvidia-current", "version": "535.309.01", "failed": "5.10.0-1-amd64"}]}
+    ((_, _, _, actual, _),) = next_boot(UPGRADED, next_module(""), other)
+    assert actual == "no modules"
+
+
+def test_a_role_builds_for_the_next_boot_of_a_driver_that_it_installed() -> None:
+    ((kind, _, _, _, fix),) = next_boot(UPGRADED, INSTALLED_HERE, next_module(""))
+    assert (kind, fix) == ("pending", "`v100ctl provision`")
+    applied = {"host_json": {"document": {"driver": {"branch": "535"}}}}
+    ((kind, _, _, _, _),) = next_boot(UPGRADED, INSTALLED_HERE, next_module(""), applied)
+    assert kind == "drifted"
+    # A kernel of somebody's own is none that packages have headers for.
+    own = {"kernels_installed": ["6.1.0-57-amd64", "6.12.1-custom"]}
+    ((kind, _, _, _, _),) = next_boot(own, INSTALLED_HERE, next_module(""), applied)
+    assert kind == "external"

@@ -1886,6 +1886,30 @@ def test_without_a_module_on_disk_nobody_is_asked(tmp_path: Path) -> None:
     assert script.collect_module_file("6.1", str(tmp_path)) == {"on_disk_module_version": "", "on_disk_module_flavour": ""}
 
 
+def test_the_module_of_the_next_boot(smi: Smi) -> None:
+    boot, modules = smi.folder / "boot", smi.folder / "modules"
+    boot.mkdir()
+    assert script.collect_next_boot("6.1.0-41-amd64", str(boot), str(modules)) == {}, "a container boots no kernel"
+    modinfo = smi.folder / "modinfo"
+    modinfo.write_text("#!/bin/sh\necho 'license: NVIDIA'; echo 'version: 535.309.01'\n")
+    modinfo.chmod(0o755)
+    for release in ("6.1.0-41-amd64", "6.1.0-42-amd64"):
+        (boot / f"vmlinuz-{release}").touch()
+        (modules / release).mkdir(parents=True)
+    (modules / "6.1.0-41-amd64/modules.dep").write_text("updates/dkms/nvidia.ko:\n")
+    (modules / "6.1.0-42-amd64/modules.dep").write_text("kernel/x.ko:\n")
+    assert script.collect_next_boot("6.1.0-42-amd64", str(boot), str(modules)) == {}, "the running one is asked already"
+    assert script.collect_next_boot("6.1.0-41-amd64", str(boot), str(modules)) == {
+        "next_boot_module_version": "",
+        "next_boot_module_flavour": "",
+    }
+    (modules / "6.1.0-42-amd64/modules.dep").write_text("updates/dkms/nvidia.ko:\n")
+    assert script.collect_next_boot("6.1.0-41-amd64", str(boot), str(modules)) == {
+        "next_boot_module_version": "535.309.01",
+        "next_boot_module_flavour": "proprietary",
+    }
+
+
 def test_fabric_manager(smi: Smi) -> None:
     proc = smi.folder / "proc"
     (proc / "77").mkdir(parents=True)

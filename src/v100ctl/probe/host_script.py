@@ -2670,6 +2670,18 @@ def collect_module_file(release: str, modules: str = "/lib/modules") -> "Documen
     return {"on_disk_module_version": version, "on_disk_module_flavour": flavour}
 
 
+def collect_next_boot(release: str, boot: str = "/boot", modules: str = "/lib/modules") -> "Document":
+    """Version and flavour of the module that the next boot loads: the newest kernel is what boot loaders start.
+
+    Nothing where that is the kernel that runs, whose module is known anyway, or where none can be booted (a container).
+    """
+    kernels = collect_kernels_installed(boot, modules)
+    if not kernels or kernels[-1] == release:
+        return {}
+    found = collect_module_file(kernels[-1], modules)
+    return {name.replace("on_disk", "next_boot"): value for name, value in found.items()}
+
+
 def collect_fabric_manager(proc: str = "/proc") -> str:
     """Whether NVIDIA's fabric manager is there, and whether it runs. The kernel keeps 15 characters of a process's name."""
     if find_program("nv-fabricmanager") is None:
@@ -2689,6 +2701,7 @@ def collect_nvidia(facts: "Document", devices: str = PCI_DEVICES) -> "Document":
     nvidia["modules_loaded"] = [name for name in WATCHED_MODULES if name in loaded]
     for name, learn in (
         ("module_file", lambda: collect_module_file(os.uname().release)),
+        ("next_boot", lambda: collect_next_boot(os.uname().release)),
         ("library", lambda: {"library_version": library_version()}),
         ("fabric_manager", lambda: {"fabric_manager": collect_fabric_manager()}),
         ("uninstaller", lambda: {"uninstaller": find_program("nvidia-uninstall") or ""}),

@@ -72,15 +72,15 @@ def headers(folder: Path) -> dict[str, Known]:
     return known
 
 
-def decide(folder: Path) -> HostPlan:
-    """The plan of a case."""
+def decide(folder: Path, facts: Facts | None = None) -> HostPlan:
+    """The plan of a case, of other facts where they are given."""
     inventory = yaml.safe_load((folder / "fleet.yml").read_text(encoding="utf-8"))["all"]
     ((name, variables),) = inventory["hosts"].items()
     config = parse_config(name, {**inventory.get("vars", {}), **(variables or {})})
     file = folder / "listings.yml"
     listings = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     config = with_listings(config, {key: HubListing.model_validate(value) for key, value in listings.items()})
-    facts = Facts.model_validate_json((folder / "facts.json").read_bytes())
+    facts = facts or Facts.model_validate_json((folder / "facts.json").read_bytes())
     file = folder / "controller.yml"
     controller = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
     return plan(name, config, facts, headers=headers(folder), as_of=AS_OF, **controller)
