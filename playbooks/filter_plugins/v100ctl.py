@@ -82,9 +82,9 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def probe_request(hostvars: Mapping[str, Any]) -> dict[str, Any]:
-    """What the probe shall look at on a host, from the host's variables."""
-    result: dict[str, Any] = _module("v100ctl.plan").probe_request(_config(hostvars)).model_dump(mode="json")
+def probe_request(hostvars: Mapping[str, Any], deep: bool = False) -> dict[str, Any]:
+    """What the probe shall look at on a host, from the host's variables. ``deep``: and hash."""
+    result: dict[str, Any] = _module("v100ctl.plan").probe_request(_config(hostvars), deep=deep).model_dump(mode="json")
     return result
 
 

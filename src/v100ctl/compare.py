@@ -196,7 +196,7 @@ def _next_boot(driver: DriverDecision, facts: Facts, kind: Kind) -> Iterator[Fin
         "error",
         _PROVISION
         if ours
-        else f"have them built (`dkms autoinstall -k {kernel}` on the host, with that kernel's headers), or boot {facts.kernel} again",
+        else f"have them built (`dkms autoinstall -k {kernel}` on the host, with that kernel's headers), or boot {facts.kernel}",
     )
 
 

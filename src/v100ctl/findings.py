@@ -14,6 +14,8 @@ FindingSeverity = Literal["info", "warn", "error", "critical"]
 
 #: What a role mends.
 PROVISION = "`v100ctl provision`"
+#: What mends that which only hashes, or Ansible's own check mode, tell.
+DEEP_FIX = "`v100ctl audit --deep --fix`"
 #: The key of ``host.json`` that holds the digest of all the rest of it.
 SEAL = "digest"
 

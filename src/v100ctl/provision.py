@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -86,6 +87,8 @@ def provision(
     confirm: Confirm = lambda question: False,
     verbosity: int = 0,
     named_roles: bool = False,
+    more_roles: Mapping[str, Sequence[str]] = types.MappingProxyType({}),
+    deep: bool = False,
     many_restarts: bool = False,
     variables: Mapping[str, Any] | None = None,
 ) -> ProvisionResult:
@@ -103,6 +106,8 @@ def provision(
         confirm: Asked before Python is installed on a host that has none.
         verbosity: Ansible's ``-v`` count.
         named_roles: Run only the roles that the differences name.
+        more_roles: And these, by host, for what no difference tells.
+        deep: Hash releases and models, before and after, instead of trusting size and time.
         many_restarts: Servers of several hosts may restart at once: somebody else sees to it that others serve.
         variables: More for Ansible, without secrets.
 
@@ -111,7 +116,7 @@ def provision(
     """
     access = replace(access, confirm_host_key=_confirm_host_key(access, reporter))
     with reporter.phase(f"probing {_count(len(fleet.hosts), 'host')}"):
-        examined = _examine(list(fleet.hosts.values()), access, as_of, reporter, confirm, check=check)
+        examined = _examine(list(fleet.hosts.values()), access, as_of, reporter, confirm, check=check, deep=deep)
     results: dict[str, HostResult] = {}
     to_apply: list[str] = []
     for name, state in examined.items():
@@ -119,7 +124,7 @@ def provision(
         if early is not None:
             results[name] = early
             _report_failure(reporter, name, early)
-        elif state.changes or force:
+        elif state.changes or force or more_roles.get(name):
             to_apply.append(name)
         else:
             results[name] = HostResult("unchanged", state)
@@ -135,7 +140,7 @@ def provision(
         reporter.warning(f"{error.message}; {error.hint}")
 
     log_path: Path | None = None
-    roles = {name: roles_that_mend(examined[name].changes) for name in to_apply}
+    roles = {name: tuple(sorted({*roles_that_mend(examined[name].changes), *more_roles.get(name, ())})) for name in to_apply}
     if to_apply:
         if not check:
             fetch([examined[name] for name in to_apply], reporter)
@@ -159,11 +164,12 @@ def provision(
                 extra_vars={
                     "v100ctl_as_of": as_of.isoformat(),
                     **({"v100ctl_roles": roles} if named_roles else {}),
+                    **({"v100ctl_deep": True} if deep else {}),
                     **(variables or {}),
                 },
             )
         log_path = applied.log_path
-        results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check)
+        results |= _after_apply(fleet, to_apply, examined, applied, access, reporter, as_of, check=check, deep=deep)
         if named_roles:
             results |= {name: replace(results[name], roles=roles[name]) for name in to_apply}
     if not check:
@@ -215,9 +221,16 @@ def _count(number: int, noun: str) -> str:
 
 
 def _examine(
-    hosts: Sequence[FleetHost], access: Access, as_of: date, reporter: Reporter, confirm: Confirm, *, check: bool
+    hosts: Sequence[FleetHost],
+    access: Access,
+    as_of: date,
+    reporter: Reporter,
+    confirm: Confirm,
+    *,
+    check: bool,
+    deep: bool,
 ) -> dict[str, Examined]:
-    examined = examine(hosts, access, as_of=as_of)
+    examined = examine(hosts, access, as_of=as_of, deep=deep)
     without_python = [name for name, state in examined.items() if isinstance(state.error, PythonMissingError)]
     for name in without_python:
         state = examined[name]
@@ -233,7 +246,7 @@ def _examine(
         except V100ctlError as error:
             examined[name] = replace(state, error=error)
         else:
-            examined |= examine([state.host], access, as_of=as_of)
+            examined |= examine([state.host], access, as_of=as_of, deep=deep)
     return examined
 
 
@@ -322,6 +335,7 @@ def _after_apply(
     as_of: date,
     *,
     check: bool,
+    deep: bool,
 ) -> dict[str, HostResult]:
     failures = {failure.host: failure for failure in applied.failures}
     unreachable = {name for name in names if name not in applied.hosts or applied.hosts[name].status == "unreachable"}
@@ -343,7 +357,7 @@ def _after_apply(
     stopped = [name for name in results if not check and (plan := before[name].plan) is not None and plan.adoptions]
     if good or stopped:
         with reporter.phase("probing again"):
-            after = examine([fleet.hosts[name] for name in (*good, *stopped)], access, as_of=as_of)
+            after = examine([fleet.hosts[name] for name in (*good, *stopped)], access, as_of=as_of, deep=deep)
         for name in good:
             results[name] = _verdict_after(name, after[name], reporter, changed=applied.hosts[name].changed > 0)
         for name in (*good, *stopped):

@@ -10,7 +10,12 @@ import hashlib
 import io
 import json
 import os
+import re
+import statistics
+import subprocess
+import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.device import shapes
+from v100ctl.audit.formats import LAYERS
 from v100ctl.lab.containers import put_file
 from v100ctl.lab.gpu import FakeCards, FakeDriver
 from v100ctl.lab.hosts import LabHost, run_identity, write_inventory
@@ -70,8 +76,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "REFUSES" in os.environ:
+            self.send_error(500)
+            return
         message = {"role": "assistant", "content": f"{asked['model']} is a model"}
-        self.answer({"choices": [{"message": message}], "usage": {"completion_tokens": 5}})
+        timings = {"predicted_per_second": float(os.environ.get("SPEED", 50))}
+        self.answer({"choices": [{"message": message}], "usage": {"completion_tokens": 5}, "timings": timings})
 
     def log_message(self, *arguments):
         pass
@@ -147,12 +157,12 @@ class Host:
         A machine on which much else runs may keep `nvidia-smi` beyond the probe's limit, which looks like a driver that hangs:
         then it is asked again.
         """
-        for _ in range(ASK_AGAIN):
+        for last in reversed(range(ASK_AGAIN)):
             done = self.run("audit", "--json", *options)
             found = done.document["hosts"][self.host.name]["findings"]
-            if "driver.wedged" not in [finding["id"] for finding in found]:
-                break
-        return done, {finding["id"]: finding for finding in found if not finding["id"].startswith("gpu.xid:")}
+            if last == 0 or "driver.wedged" not in [finding["id"] for finding in found]:
+                return done, {finding["id"]: finding for finding in found if not finding["id"].startswith("gpu.xid:")}
+        raise AssertionError("it was asked")
 
     def look_for(self, faults: list[Fault], *options: str) -> None:
         """Make the faults, audit once, and hold each finding against its fault; nothing else may be found."""
@@ -194,9 +204,9 @@ class Host:
                 on_host(self.host, fault.undo)
         on_host(self.host, f"{healthy('chat')}; {healthy('aux')}")
 
-    def mend(self) -> dict[str, Any]:
+    def mend(self, *options: str) -> dict[str, Any]:
         """`audit --fix`, which has to leave nothing; its document."""
-        done, found = self.audit("--fix", "--yes")
+        done, found = self.audit("--fix", "--yes", *options)
         assert (done.code, found) == (0, {}), done.err[-3000:] + json.dumps(done.document.get("fixed"))
         return done.document
 
@@ -252,7 +262,7 @@ def started_with(name: str, *lines: str, value: str = "") -> str:
 PORTS = {"chat": 8000, "aux": 8001}
 MAIN_PID = "$(systemctl show --value --property MainPID v100-{}.service)"
 CHAT, AUX = unit_file("chat"), unit_file("aux")
-ARGV_OF = "tr '\\0' ' ' < /proc/" + MAIN_PID + "/cmdline"
+KERNEL = "99.1.0-1-amd64"
 
 #: Files, packages, units and settings: all of it is somebody's doing, and roles put it back.
 CHANGED = [
@@ -553,6 +563,17 @@ FOREIGN = [
         "mv /root/status /var/lib/dpkg/status",
     ),
     Fault(
+        # A kernel that came by itself, and no module with it.
+        f"mkdir -p /boot /lib/modules/{KERNEL} && touch /boot/vmlinuz-{KERNEL} /lib/modules/{KERNEL}/modules.dep",
+        "driver.next-boot",
+        "external",
+        "driver",
+        f"for kernel {KERNEL}, which boots next",
+        "no modules",
+        f"dkms autoinstall -k {KERNEL}",
+        f"rm -r /boot/vmlinuz-{KERNEL} /lib/modules/{KERNEL}",
+    ),
+    Fault(
         "FAKE_CUDA_MEMORY_MIB=512 CUDA_VISIBLE_DEVICES=CARD1 setsid sleep 2d > /dev/null 2>&1 & sleep 1",
         "gpu.foreign-process:CARD1",
         "external",
@@ -718,11 +739,23 @@ GONE = [
     Fault("true", "process.stale:aux", "pending", "process", "digest ", "digest "),
 ]
 ALL = (CHANGED, RUNNING, RUNNING_TOO, STOPPED, FOREIGN, BEHAVING, HANGING, BROKEN, GONE)
+CLEAN_RUNS = 100
 
 
-def test_a_provisioned_host_is_clean(host: Host) -> None:
-    done, found = host.audit()
-    assert (done.code, found) == (0, {}), done.out
+def test_a_hundred_audits_of_a_clean_host_find_nothing(host: Host, tmp_path: Path) -> None:
+    """Not one of them is asked again, and every fifth is asked for more than a document."""
+    report, page = tmp_path / "report.json", tmp_path / "report.html"
+    seconds = []
+    for number in range(CLEAN_RUNS):
+        options: list[str | Path] = (
+            ["--since", report, "-o", page, "-o", report] if number and number % 5 == 0 else ["-o", report]
+        )
+        began_s = time.monotonic()
+        done = host.run("audit", *options)
+        seconds.append(time.monotonic() - began_s)
+        audited = json.loads(report.read_text(encoding="utf-8"))["hosts"][host.host.name]
+        assert (done.code, audited["status"], audited["findings"]) == (0, "clean", []), (number, done.err, audited)
+    print(f"{CLEAN_RUNS} audits: {statistics.median(seconds):.2f} s each (median), at most {max(seconds):.2f} s")
 
 
 def test_what_was_changed_is_found_and_mended(host: Host) -> None:
@@ -747,13 +780,154 @@ def test_servers_that_do_not_run_as_planned_are_started_anew(host: Host, faults:
 def test_what_no_role_mends_is_told_and_left_alone(host: Host, faults: list[Fault]) -> None:
     host.look_for([Fault(**{**vars(fault), "do": host.named(fault.do)}) for fault in faults])
     host.undo(faults)
+    done, found = host.audit()
     for _ in range(ASK_AGAIN):
-        done, found = host.audit()
-        if not found:
-            break
+        if found:
+            done, found = host.audit()
     assert found == {}, done.out
 
 
+# --- what an audit may be told ------------------------------------------------------------------------------------------------
+
+
+def test_since_tells_what_is_new_and_what_has_gone(host: Host, tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    identity = "unit.disabled:v100-aux.service"
+    host.run("audit", "-o", before)
+    on_host(host.host, "systemctl disable v100-aux")
+    host.run("audit", "-o", after)
+    done, found = host.audit("--since", before)
+    assert set(found) == {identity}
+    assert done.document["since"] == {"new": {host.host.name: [identity]}, "gone": {}}
+    done, _ = host.audit("--since", after)
+    assert done.document["since"] == {"new": {}, "gone": {}}
+    table = host.run("audit", "--since", before, "--no-color")
+    assert (table.code, "new" in table.out) == (2, True), table.out
+    host.mend()
+    done, _ = host.audit("--since", after)
+    assert done.document["since"] == {"new": {}, "gone": {host.host.name: [identity]}}
+
+
+def test_speed_is_held_against_the_proof(host: Host) -> None:
+    done, found = host.audit("--speed")
+    assert (done.code, found) == (0, {}), done.out
+    faults = [
+        Fault(
+            # A server that is as planned otherwise.
+            started_with("chat", "Environment=SPEED=20"),
+            "service.slow:chat",
+            "external",
+            "service",
+            "about 50.0 tokens/s",
+            "20.0 tokens/s",
+            "heat and clocks",
+            "systemctl restart v100-chat",
+            "warn",
+        ),
+        Fault(
+            started_with("aux", "Environment=REFUSES=1"),
+            "service.no-answer:aux",
+            "external",
+            "service",
+            "an answer",
+            "HTTP 500",
+            "journalctl --unit v100-aux.service",
+            "systemctl restart v100-aux",
+        ),
+    ]
+    host.look_for(faults, "--speed")
+    assert host.audit()[1] == {}, "only who asks for it waits for answers"
+    host.undo(faults)
+    done, found = host.audit("--speed")
+    assert (done.code, found) == (0, {}), done.out
+
+
+NOTES = "/opt/v100ctl/engines/external/*/share/notes.txt"
+#: Nothing that a size or a time tells.
+HIDDEN = [
+    Fault(
+        f"f=$(echo {NOTES}); touch -r $f /root/time && printf 'nOtes\\n' > $f && touch -r /root/time $f && rm /root/time",
+        "release.damaged:*",
+        "drifted",
+        "file",
+        "/opt/v100ctl/engines/external/",
+        "share/notes.txt",
+        "audit --deep --fix",
+    ),
+    Fault("usermod --shell /bin/bash v100", "ansible.changed:llm_server:*", "drifted", "unit", "nothing that Ansible would", ""),
+]
+HIDDEN_MODEL = Fault(
+    f"cp -p {MODEL} /root/x.gguf && at=$(($(stat -c %s {MODEL}) - 1)) && "
+    f"printf x | dd of={MODEL} bs=1 seek=$at conv=notrunc 2> /dev/null && touch -r /root/x.gguf {MODEL}",
+    f"model.wrong:{MODEL}",
+    "drifted",
+    "file",
+    "sha256 ",
+    "sha256 ",
+    "audit --deep --fix",
+    f"mv /root/x.gguf {MODEL}",
+)
+
+
+def test_what_only_a_deep_audit_sees(host: Host) -> None:
+    done, found = host.audit("--deep")
+    assert (done.code, found) == (0, {}), done.out
+    for fault in (*HIDDEN, HIDDEN_MODEL):
+        on_host(host.host, fault.do)
+    assert host.audit()[1] == {}, "sizes, times and records are as they were"
+    nothing = [Fault(**{**vars(fault), "do": "true"}) for fault in (*HIDDEN, HIDDEN_MODEL)]
+    host.look_for(nothing, "--deep")
+    # Nobody but its owner has another copy of this file.
+    on_host(host.host, HIDDEN_MODEL.undo)
+    document = host.mend("--deep")
+    assert document["fixed"][host.host.name]["roles"] == ["external_engine", "llm_server"]
+    assert on_host(host.host, f"cat {NOTES}; getent passwd v100").splitlines()[0] == "notes"
+    assert not on_host(host.host, "getent passwd v100").strip().endswith("bash")
+
+
+def checks(host: Host, *arguments: str | Path) -> Done:
+    """The audit as a user of pytest has it, outside this checkout."""
+    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfEw", "--v100ctl-inventory", host.inventory, *arguments]
+    done = subprocess.run([*map(str, argv)], cwd=host.inventory.parent, capture_output=True, text=True, timeout=600, check=False)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_same_checks_come_as_a_test_suite(host: Host, tmp_path: Path) -> None:
+    over_ssh = [
+        "--pyargs",
+        "v100ctl.audit.checks",
+        f"--hosts=ssh://{host.host.name}",
+        f"--ssh-config={host.host.ssh_config_path}",
+    ]
+    through_docker = ["--pyargs", "v100ctl.audit.checks", f"--hosts=docker://{host.host.container.name}"]
+    for backend in (over_ssh, through_docker):
+        done = checks(host, *backend)
+        assert (done.code, f"{1 + len(LAYERS)} passed" in done.out) == (0, True), done.out
+    on_host(host.host, f"systemctl disable v100-aux; chmod 0666 {AUX}; nvidia-smi -i 0 -pl 200")
+    for backend in (over_ssh, through_docker):
+        done = checks(host, *backend)
+        assert done.code == 1, done.out
+        assert f"2 failed, {len(LAYERS) - 1} passed" in done.out, done.out
+        assert re.findall(r"^FAILED .*test_layer\[[^]]*?(\w+)\]", done.out, re.M) == ["file", "unit"]
+        assert f"error: file.mode:{AUX} (drifted)\n  expected: root:root 0644\n  actual: root:root 0666" in done.out
+        # A warning fails nothing, as in `audit` itself.
+        assert re.search(r"AuditWarning: warn: gpu\.power-limit:", done.out), done.out
+    own = tmp_path / "test_own.py"
+    own.write_text(OWN_TEST, encoding="utf-8")
+    done = checks(host, own, *over_ssh[2:])
+    assert (done.code, "1 passed" in done.out) == (0, True), done.out
+    host.mend()
+
+
+#: What a user writes beside ours.
+OWN_TEST = """
+def test_of_my_own(host, v100ctl_facts, v100ctl_plan, v100ctl_findings):
+    assert host.file(v100ctl_plan.instances[0].argv[0]).is_file
+    assert len(v100ctl_facts.gpus) == 2
+    assert "unit.disabled:v100-aux.service" in [finding.id for finding in v100ctl_findings]
+"""
+
+
 def test_there_are_many_faults() -> None:
-    identities = [fault.identity for faults in ALL for fault in faults]
-    assert len(identities) >= 56
+    identities = {fault.identity for faults in (*ALL, HIDDEN, [HIDDEN_MODEL]) for fault in faults}
+    assert len(identities) >= 60

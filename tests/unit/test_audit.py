@@ -18,19 +18,21 @@ from hypothesis import strategies as st
 
 from v100ctl import audit as audit_module
 from v100ctl.access import Access
+from v100ctl.apply import make_reporter
 from v100ctl.apply.runner import ApplyResult, Failure, TaskChange
 from v100ctl.audit import MAX_FINDINGS, MAX_TEXT_CHARACTERS, AuditReport, HostAudit, audit
 from v100ctl.audit.alike import CardTraits, Traits, odd_ones_out
 from v100ctl.audit.deep import unexplained
+from v100ctl.audit.fix import fix
 from v100ctl.audit.formats import LAYERS, to_json, to_junit, to_prometheus
 from v100ctl.audit.page import to_html
 from v100ctl.audit.since import compare_with, read_report
 from v100ctl.cli.audit import Rendered, parse_output
 from v100ctl.errors import ProbeError, UnreachableError, UsageError, V100ctlError
 from v100ctl.examine import Examined, decide
-from v100ctl.findings import Finding
+from v100ctl.findings import DEEP_FIX, PROVISION, Finding
 from v100ctl.fleet import Fleet, FleetHost
-from v100ctl.provision import fixable, roles_that_mend
+from v100ctl.provision import HostResult, ProvisionResult, fixable, roles_that_mend
 
 from .factory import AS_OF, applied_facts, make_config, make_facts, make_plan
 
@@ -288,6 +290,43 @@ def test_only_named_roles_run() -> None:
     assert roles_that_mend([finding(role="llama_cpp", restarts=("chat",))]) == ("llama_cpp", "llm_server")
     assert roles_that_mend([finding(kind="external"), finding(layer="service")]) == ()
     assert [fixable(finding(kind=kind)) for kind in ("drifted", "pending", "external")] == [True, True, False]
+
+
+def test_what_only_hashes_tell_is_mended_with_hashes() -> None:
+    (release,) = PLAN.releases
+    broken = {"releases": [{"path": release.path, "engine": "llama_cpp", "build_id": release.build_id, "problem": "x"}]}
+    state = examined(units={UNIT: {"unit_file_state": "disabled"}}, **broken)
+    for deep, mends in ((False, PROVISION), (True, DEEP_FIX)):
+        fixes = {item.id.partition(":")[0]: item.fix for item in HostAudit.of(state, deep=deep).findings}
+        assert fixes == {"release.damaged": mends, "unit.disabled": PROVISION}
+
+
+def test_a_deep_report_is_mended_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ansible's own findings are none that another look would bring."""
+    report = AuditReport(
+        {
+            "a": HostAudit("drift", (finding(id="ansible.changed:x", role="gpu_tuning"), finding(kind="external")), 1.0),
+            "b": HostAudit("drift", (finding(kind="external"),), 1.0),
+            "c": HostAudit("clean", (), 1.0),
+        }
+    )
+    asked: list[dict[str, Any]] = []
+
+    def provision(fleet: Fleet, **options: Any) -> ProvisionResult:
+        asked.append({"hosts": list(fleet.hosts), "more_roles": options["more_roles"], "deep": options["deep"]})
+        return ProvisionResult({name: HostResult("changed", examined(name), roles=("x",)) for name in fleet.hosts})
+
+    monkeypatch.setattr("v100ctl.audit.fix.provision", provision)
+    fleet = Fleet(hosts={name: FleetHost(name, {}, make_config()) for name in report.hosts}, sources=())
+    reporter = make_reporter()
+    for deep in (True, False):
+        done = fix(fleet, report, access=Access(), reporter=reporter, as_of=AS_OF, deep=deep)
+        assert {name: host.status for name, host in done.items()} == {"a": "changed"}
+    reporter.close()
+    assert asked == [
+        {"hosts": ["a"], "more_roles": {"a": ("gpu_tuning",)}, "deep": True},
+        {"hosts": ["a"], "more_roles": {}, "deep": False},
+    ]
 
 
 def test_the_playbook_knows_every_role_that_a_finding_may_name() -> None:

@@ -669,7 +669,7 @@ def test_a_next_boot_without_modules_is_told() -> None:
     ((kind, severity, expected, actual, fix),) = next_boot(UPGRADED, next_module("", ""))
     assert (kind, severity) == ("external", "error")
     assert (expected, actual) == (f"modules of driver 535.309.01 for kernel {NEXT}, which boots next", "no modules")
-    assert f"dkms autoinstall -k {NEXT}" in fix and "boot 6.1.0-57-amd64 again" in fix
+    assert f"dkms autoinstall -k {NEXT}" in fix and fix.endswith("or boot 6.1.0-57-amd64")
     # DKMS was removed under the loaded module: the same kernel boots, and finds nothing.
     ((_, _, expected, _, _),) = next_boot({"nvidia": {"on_disk_module_version": "", "on_disk_module_flavour": ""}})
     assert "6.1.0-57-amd64, which boots next" in expected

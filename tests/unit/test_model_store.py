@@ -185,7 +185,7 @@ class Host:
         self.phases: list[tuple[str, int, int, str]] = []
         self.connections = 4
 
-    def make(self, *, token: str = "", remove: list[str] | None = None) -> Any:
+    def make(self, *, token: str = "", remove: list[str] | None = None, hashes: bool = False) -> Any:
         spec = {
             "schema": "v100ctl/models/1",
             "models": [self.model],
@@ -193,6 +193,7 @@ class Host:
             "connections": self.connections,
             "stall_timeout_s": 5,
             "attempts": 4,
+            "hashes": hashes,
         }
         made = store.Store(spec, self.root / "state")
         problems = made.run(token, lambda *said: self.phases.append(said))
@@ -727,6 +728,17 @@ def test_a_file_of_the_users_own_is_verified_and_left_alone(host: Host) -> None:
     assert host.make().changed == [str(host.path)]
     assert host.make().changed == []
     assert oct(host.path.stat().st_mode)[-3:] == "640"
+
+
+def test_what_was_verified_is_read_again_where_that_is_asked_for(host: Host) -> None:
+    host.make()
+    at = host.path.stat()
+    host.path.write_bytes(b"x" + CONTENT[1:])
+    os.utime(host.path, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert host.make().changed == [], "its size and time are as they were"
+    assert host.make(hashes=True).changed == [str(host.path)]
+    assert host.path.read_bytes() == CONTENT
+    assert host.make(hashes=True).changed == []
 
 
 def test_what_is_no_longer_wanted_is_removed_last(host: Host) -> None:

@@ -126,7 +126,9 @@ Run = Callable[..., Ran]
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """A provision of hosts in given states; Ansible changes nothing, and says that all went well where it got to."""
 
-    def provisioned(given: Mapping[str, Examined], *, reached: bool = True, **options: Any) -> Ran:
+    def provisioned(
+        given: Mapping[str, Examined], *, reached: bool = True, told: dict[str, Any] | None = None, **options: Any
+    ) -> Ran:
         states = {name: replace(state, host=replace(state.host, name=name)) for name, state in given.items()}
         ran: list[str] = []
 
@@ -135,6 +137,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
         def run_playbook(name: str, inventory: object, hosts: Sequence[str], **kwargs: Any) -> ApplyResult:
             ran.extend(hosts)
+            if told is not None:
+                told.update(kwargs["extra_vars"])
             counts = apply_runner.HostResult("ok", ok=1, changed=0, failed=0, unreachable=0, skipped=0, rescued=0, ignored=0)
             return ApplyResult({host: counts for host in hosts if reached}, (), {}, tmp_path / "log")
 
@@ -164,6 +168,19 @@ def test_a_host_that_ansible_did_not_get_to_is_said(run: Run) -> None:
     result, said, _ = run({"a": examined(BARE)}, reached=False)
     assert result.hosts["a"].status == "unreachable"
     assert "Ansible did not reach this host" in said
+
+
+def test_roles_run_for_what_a_probe_does_not_tell(run: Run) -> None:
+    told: dict[str, Any] = {}
+    states = {"a": examined(SERVING), "b": examined(SERVING), "c": examined(BARE)}
+    result, _, ran = run(states, named_roles=True, more_roles={"a": ("model_store",)}, deep=True, told=told)
+    assert ran == ["a", "c"], "one is as planned, as far as anybody knows"
+    assert (told["v100ctl_deep"], told["v100ctl_roles"]["a"]) == (True, ("model_store",))
+    assert "llm_server" in told["v100ctl_roles"]["c"]
+    assert (result.hosts["a"].status, result.hosts["b"].status) == ("unchanged", "unchanged")
+    told.clear()
+    run({"c": examined(BARE)}, named_roles=True, told=told)
+    assert "v100ctl_deep" not in told
 
 
 def test_a_warning_is_said_where_nothing_changes_too(run: Run) -> None:

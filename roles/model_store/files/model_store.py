@@ -18,8 +18,9 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
 ``room --path FILE --size N``
     Refuses what there is no room for.
 
-A spec is ``{"schema": "v100ctl/models/1", "models": [...], "remove": [PATH], "connections", "stall_timeout_s", "attempts"}``;
-each model ``{"path", "sha256", "size_bytes", "source": {"kind": ...}}``. Kinds: ``host`` lies there already; ``url`` and ``hf``
+A spec is ``{"schema": "v100ctl/models/1", "models": [...], "remove": [PATH], "connections", "stall_timeout_s", "attempts",
+"hashes"}``; with ``hashes`` what was verified before is read again. A model is ``{"path", "sha256", "size_bytes", "source":
+{"kind": ...}}``. Kinds: ``host`` lies there already; ``url`` and ``hf``
 are downloaded from ``url``; ``controller``, ``pypi`` and ``fleet`` are brought; ``prepared`` is made by a program from others.
 
 A file is made in a folder of its own beside its place (``.NAME.v100ctl-incoming``), verified, and renamed in. What was verified
@@ -681,6 +682,8 @@ class Store:
             status.st_size,
             int(status.st_mtime),
         ):
+            return False
+        if self.spec.get("hashes") and sha256_file(Path(model["path"])) != record.get("sha256"):
             return False
         if model["source"]["kind"] == "prepared":
             return bool(record.get("recipe") == model["source"]["recipe"] and record.get("sha256"))

@@ -13,7 +13,7 @@ from v100ctl.access import Access
 from v100ctl.audit.alike import Traits, odd_ones_out, traits_of
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_OK, UnreachableError
 from v100ctl.examine import Examined, examine_each
-from v100ctl.findings import Finding
+from v100ctl.findings import DEEP_FIX, PROVISION, Finding
 from v100ctl.fleet import Fleet
 from v100ctl.plan.keys import first_keys
 from v100ctl.plan.types import describe
@@ -34,6 +34,8 @@ _LEAST_SECRET_CHARACTERS = 6
 #: What a flag or an assignment begins with, and its value.
 _NAMED = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]{0,60})[ =]|\b([A-Za-z_]\w{0,60})=")
 _VALUE = re.compile(r"\"[^\"\n]*\"?|'[^'\n]*'?|[^\s\"']+")
+#: Findings whose hashes only a deep look takes.
+_HASHED = ("release.damaged:", "model.wrong:")
 
 #: Called with each host as it is done.
 OnHost = Callable[[str, "HostAudit"], None]
@@ -70,10 +72,19 @@ class HostAudit:
     speeds: tuple[Speed, ...] = field(default=(), repr=False)
 
     @classmethod
-    def of(cls, state: Examined) -> HostAudit:
-        """What is kept of a host that was examined. Whatever it says is bounded, and holds nothing that a terminal obeys."""
+    def of(cls, state: Examined, *, deep: bool = False) -> HostAudit:
+        """What is kept of a host that was examined. Whatever it says is bounded, and holds nothing that a terminal obeys.
+
+        ``deep``: releases and models were hashed, which a usual run of the roles does not do.
+        """
         secrets = _secrets(state)
-        findings = bounded(state.findings, secrets)
+        found = (
+            dataclasses.replace(finding, fix=DEEP_FIX)
+            if deep and finding.fix == PROVISION and finding.id.startswith(_HASHED)
+            else finding
+            for finding in state.findings
+        )
+        findings = bounded(found, secrets)
         if state.error is not None:
             status: HostAuditStatus = "unreachable" if isinstance(state.error, UnreachableError) else "error"
             hint = state.error.hint and _kept(state.error.hint, MAX_TEXT_CHARACTERS, secrets)
@@ -255,7 +266,7 @@ def audit(fleet: Fleet, *, access: Access, as_of: date, deep: bool = False, on_h
     interrupted = False
     try:
         for name, state in examine_each(list(fleet.hosts.values()), access, as_of=as_of, deep=deep):
-            found[name] = HostAudit.of(state)
+            found[name] = HostAudit.of(state, deep=deep)
             if on_host is not None:
                 on_host(name, found[name])
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from v100ctl.apply import Reporter, run_playbook
 from v100ctl.apply import Secrets as AnsibleSecrets
 from v100ctl.apply.runner import ApplyResult, TaskChange
 from v100ctl.audit import AuditReport
-from v100ctl.findings import PROVISION, Finding, Layer
+from v100ctl.findings import DEEP_FIX, Finding, Layer
 from v100ctl.fleet import Fleet
 
 #: The layer in which a role works, for what it would change and no finding names.
@@ -80,7 +80,7 @@ def unexplained(report: AuditReport, applied: ApplyResult) -> dict[str, list[Fin
                     "a role that runs to its end in check mode",
                     failure.message,
                     "error",
-                    failure.hint or PROVISION,
+                    failure.hint or DEEP_FIX,
                 )
             )
     return found
@@ -95,5 +95,5 @@ def _finding(change: TaskChange, role: str) -> Finding:
         "nothing that Ansible would change",
         change.diff or "it would change something",
         "error",
-        PROVISION,
+        DEEP_FIX,
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
 from v100ctl.access import Access
 from v100ctl.apply import Reporter
-from v100ctl.audit import AuditReport
+from v100ctl.audit import AuditReport, HostAudit
 from v100ctl.errors import V100ctlError
 from v100ctl.fleet import Fleet
-from v100ctl.provision import Confirm, provision
+from v100ctl.provision import Confirm, provision, roles_that_mend
 from v100ctl.provision import fixable as is_fixable
 
 
@@ -39,6 +39,7 @@ def fix(
     as_of: date,
     confirm: Confirm = lambda question: False,
     verbosity: int = 0,
+    deep: bool = False,
 ) -> dict[str, HostFix]:
     """Run the roles that the findings name. Hosts whose servers restart come one after the other, and none after one that fails.
 
@@ -50,6 +51,7 @@ def fix(
         as_of: Today, for the plan.
         confirm: Asked before servers are restarted.
         verbosity: Ansible's ``-v`` count.
+        deep: The report is a deep one: its findings stand, also those that another look without hashes would not see.
     """
     wanted = {
         name: host
@@ -70,7 +72,7 @@ def fix(
         if failed and wanted[batch[0]].restarts:
             done[batch[0]] = HostFix((), "stopped", f"{failed} was not mended, and so nothing is restarted after it")
             continue
-        done |= _fix(fleet, batch, access, reporter, as_of, verbosity)
+        done |= _fix(fleet, {name: wanted[name] for name in batch}, access, reporter, as_of, verbosity, deep=deep)
         failed = failed or next((name for name in batch if wanted[name].restarts and done[name].status not in _WELL), "")
     return done
 
@@ -79,11 +81,29 @@ _WELL = ("changed", "unchanged")
 
 
 def _fix(
-    fleet: Fleet, names: Sequence[str], access: Access, reporter: Reporter, as_of: date, verbosity: int
+    fleet: Fleet,
+    hosts: Mapping[str, HostAudit],
+    access: Access,
+    reporter: Reporter,
+    as_of: date,
+    verbosity: int,
+    *,
+    deep: bool,
 ) -> Mapping[str, HostFix]:
-    batch = dataclasses.replace(fleet, hosts={name: fleet.hosts[name] for name in names})
+    batch = dataclasses.replace(fleet, hosts={name: fleet.hosts[name] for name in hosts})
+    # Ansible's own findings are none of the probe's: another look would not name their roles.
+    named = {name: roles_that_mend(host.findings) for name, host in hosts.items()} if deep else {}
     try:
-        result = provision(batch, access=access, reporter=reporter, as_of=as_of, verbosity=verbosity, named_roles=True)
+        result = provision(
+            batch,
+            access=access,
+            reporter=reporter,
+            as_of=as_of,
+            verbosity=verbosity,
+            named_roles=True,
+            more_roles=named,
+            deep=deep,
+        )
     except V100ctlError as error:
-        return {name: HostFix((), "failed", error.message) for name in names}
+        return {name: HostFix((), "failed", error.message) for name in hosts}
     return {name: HostFix(host.roles, host.status, host.message) for name, host in result.hosts.items()}

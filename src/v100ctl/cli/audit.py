@@ -146,22 +146,32 @@ def command(
     fixed: Mapping[str, HostFix] = {}
     if (deep or fix or speed) and not report.interrupted:
         from v100ctl.apply import make_reporter
+        from v100ctl.audit.deep import check_hosts
 
         reporter = make_reporter(color=False if no_color else None, verbosity=verbosity)
         try:
+            if deep:
+                report = check_hosts(fleet, report, access=access, reporter=reporter, as_of=today())
             if fix:
                 from v100ctl.audit.fix import fix as mend
 
                 def confirm(question: str) -> bool:
                     return yes or (sys.stdin.isatty() and click.confirm(question, err=True))
 
-                fixed = mend(fleet, report, access=access, reporter=reporter, as_of=today(), confirm=confirm, verbosity=verbosity)
+                fixed = mend(
+                    fleet,
+                    report,
+                    access=access,
+                    reporter=reporter,
+                    as_of=today(),
+                    confirm=confirm,
+                    verbosity=verbosity,
+                    deep=deep,
+                )
                 if fixed:
                     report = audit(fleet, access=access, as_of=today(), deep=deep)
-            if deep and not report.interrupted:
-                from v100ctl.audit.deep import check_hosts
-
-                report = check_hosts(fleet, report, access=access, reporter=reporter, as_of=today())
+                    if deep and not report.interrupted:
+                        report = check_hosts(fleet, report, access=access, reporter=reporter, as_of=today())
             if speed and not report.interrupted:
                 from v100ctl.audit.speed import ask_speeds
 
