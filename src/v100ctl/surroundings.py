@@ -112,7 +112,8 @@ def _files(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
     known = {unit.instance for unit in plan.units}
     for path in sorted(facts.files):
         found = re.fullmatch(r"/etc/v100ctl/instances/(.+)\.(?:env|keys)", path)
-        if found and found[1] not in known:
+        # What a role removes is told as that.
+        if found and found[1] not in known and path not in plan.absent_files:
             yield _external(
                 f"file.unknown:{path}",
                 "file",

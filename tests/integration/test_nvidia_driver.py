@@ -288,6 +288,30 @@ def test_the_long_way_round(
     assert differences(host, back) == []
 
 
+@pytest.mark.slow
+def test_the_next_boot_gets_its_modules_back(make_v100_host: Callable[..., RunningHost], play: Callable[..., Done]) -> None:
+    """DKMS really builds for Debian's kernel, which the host boots next as far as its disk says."""
+    host = make_v100_host(driver="none")
+    install = "DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends install linux-image-amd64 initramfs-tools"
+    on_host(host, f"apt-get -q update && {install}")
+    variables = {"llama_cpp_backend": "cuda", "llm_server_instances": {"chat": INSTANCE}, "nvidia_driver_reboot_timeout_s": 180}
+    assert changed(play(host, variables)) > 0
+    facts = facts_of(host, variables)
+    (kernel,) = facts.kernels_installed
+    version = facts.nvidia.library_version
+    assert kernel != facts.kernel and version.startswith("535.")
+    assert (facts.nvidia.next_boot_module_version, facts.nvidia.next_boot_module_flavour) == (version, "proprietary")
+    assert differences(host, variables) == []
+
+    on_host(host, f"dkms uninstall nvidia-current/{version} -k {kernel}")
+    assert facts_of(host, variables).nvidia.next_boot_module_version == ""
+    assert differences(host, variables) == ["driver.next-boot"]
+    assert changed(play(host, variables)) > 0
+    assert facts_of(host, variables).nvidia.next_boot_module_version == version
+    assert differences(host, variables) == []
+    assert changed(play(host, variables)) == 0
+
+
 #: What Debian's other releases carry of each branch, with a package that only this branch's set has.
 CARRIED = {
     "11": {"535": ("535.309.01", "nvidia-kernel-dkms")},

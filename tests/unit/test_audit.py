@@ -294,7 +294,9 @@ def test_only_named_roles_run() -> None:
 
 def test_what_only_hashes_tell_is_mended_with_hashes() -> None:
     (release,) = PLAN.releases
-    broken = {"releases": [{"path": release.path, "engine": "llama_cpp", "build_id": release.build_id, "problem": "x"}]}
+    broken: dict[str, Any] = {
+        "releases": [{"path": release.path, "engine": "llama_cpp", "build_id": release.build_id, "problem": "x"}]
+    }
     state = examined(units={UNIT: {"unit_file_state": "disabled"}}, **broken)
     for deep, mends in ((False, PROVISION), (True, DEEP_FIX)):
         fixes = {item.id.partition(":")[0]: item.fix for item in HostAudit.of(state, deep=deep).findings}

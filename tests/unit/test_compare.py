@@ -484,6 +484,14 @@ def test_keys_are_missing_too_open_or_left_over() -> None:
     assert f"file.unwanted:{KEYS_FILE}" in {finding.id for finding in compare(unkeyed, left)}
 
 
+@pytest.mark.parametrize(("kind", "identity"), [("file", "file.unwanted"), ("symlink", "file.unknown")])
+def test_keys_of_nobody_are_told_once(kind: str, identity: str) -> None:
+    """A role removes files; what else goes by such a name is left to its owner."""
+    path = "/etc/v100ctl/instances/old.keys"
+    facts = applied_facts(PLAN, files={path: {"kind": kind, "mode": "0640"}})
+    assert [finding.id for finding in compare(make_plan(facts), facts)] == [f"{identity}:{path}"]
+
+
 def test_a_server_with_older_keys_is_started_anew() -> None:
     plan = KEYED.to_role_variables()
     assert restarts(plan, applied_facts(KEYED).model_dump(by_alias=True)) == []
