@@ -868,7 +868,15 @@ HIDDEN = [
         "share/notes.txt",
         "audit --deep --fix",
     ),
-    Fault("usermod --shell /bin/bash v100", "ansible.changed:llm_server:*", "drifted", "unit", "nothing that Ansible would", ""),
+    Fault(
+        "usermod --shell /bin/bash v100",
+        "ansible.changed:llm_server:*",
+        "drifted",
+        "unit",
+        "nothing that Ansible would change",
+        "",
+        "audit --deep --fix",
+    ),
 ]
 HIDDEN_MODEL = Fault(
     f"cp -p {MODEL} /root/x.gguf && at=$(($(stat -c %s {MODEL}) - 1)) && "
