@@ -817,7 +817,7 @@ def test_since_tells_what_is_new_and_what_has_gone(host: Host, tmp_path: Path) -
     assert done.document["since"] == {"new": {}, "gone": {}}
     table = host.run("audit", "--since", before, "--no-color")
     assert (table.code, "new" in table.out) == (2, True), table.out
-    host.mend()
+    on_host(host.host, "systemctl enable v100-aux")
     done, _ = host.audit("--since", after)
     assert done.document["since"] == {"new": {}, "gone": {host.host.name: [identity]}}
 
@@ -938,7 +938,9 @@ def test_the_same_checks_come_as_a_test_suite(host: Host, tmp_path: Path) -> Non
     own.write_text(OWN_TEST, encoding="utf-8")
     done = checks(host, own, *over_ssh[2:])
     assert (done.code, "1 passed" in done.out) == (0, True), done.out
-    host.mend()
+    on_host(host.host, f"systemctl enable v100-aux; chmod 0644 {AUX}; nvidia-smi -i 0 -pl {LIMIT_W}")
+    done = checks(host, *over_ssh)
+    assert done.code == 0, done.out
 
 
 #: What a user writes beside ours.
