@@ -944,7 +944,7 @@ def test_the_same_checks_come_as_a_test_suite(host: Host, tmp_path: Path) -> Non
         assert re.findall(r"^FAILED .*test_layer\[[^]]*?(\w+)\]", done.out, re.M) == ["file", "unit"]
         assert f"error: file.mode:{AUX} (drifted)\n  expected: root:root 0644\n  actual: root:root 0666" in done.out
         # A warning fails nothing, as in `audit` itself.
-        assert re.search(r"AuditWarning: warn: gpu\.power-limit:", done.out), done.out
+        assert re.search(r"AuditWarning: .*warn: gpu\.power-limit:", done.out, re.S), done.out
     own = tmp_path / "test_own.py"
     own.write_text(OWN_TEST, encoding="utf-8")
     done = checks(host, own, *over_ssh[2:])
