@@ -142,14 +142,14 @@ class PlayFleet:
         self.inventory = folder / "hosts.yml"
         self.address = str(front.variables()["ansible_host"])
 
-    def want(self, *, fault: str = "none", context_length: int = 1024, flags: Sequence[str] = ()) -> None:
-        """The inventory asks for this from now on."""
+    def want(self, *, fault: str = "none", context_length: int = 1024, flags: Sequence[str] = (), server: str = SERVER) -> None:
+        """The inventory asks for this from now on. Another text of the server is another release."""
         program = self.folder / "server"
-        program.write_text(SERVER)
+        program.write_text(server)
         digest = hashlib.sha256(b"GGUF").hexdigest()
         argv = ["{release}/bin/server", "--host", "{listen}", "--port", "{port}", "--model", "{model}", "--release", "{release}"]
         engine = {
-            "source": {"from_controller": str(program), "sha256": hashlib.sha256(SERVER.encode()).hexdigest(), "kind": "file"},
+            "source": {"from_controller": str(program), "sha256": hashlib.sha256(server.encode()).hexdigest(), "kind": "file"},
             "backend": "cpu",
             "argv": [*argv, "--ctx-size", "{context_length}", "--fault", fault, *flags],
         }
