@@ -11,7 +11,7 @@ from typing import cast
 import docker
 import pytest
 import yaml
-from docker.models.containers import Container
+from docker.models.containers import Container, ExecResult
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,16 @@ from v100ctl.errors import LabError
 from v100ctl.fleet import InstanceSpec
 from v100ctl.lab import engine, image
 from v100ctl.lab.engine import Daemon, os_release, system_daemon
-from v100ctl.lab.hosts import LabHost, RunningHost, capability_lists, run_identity, ssh_config, ssh_quote, write_inventory
+from v100ctl.lab.hosts import (
+    LabHost,
+    RunningHost,
+    capability_lists,
+    read_host_key,
+    run_identity,
+    ssh_config,
+    ssh_quote,
+    write_inventory,
+)
 from v100ctl.lab.image import Recipe, apt_settings, parse_sources, reachable_proxies
 
 # --- names and recipes ------------------------------------------------------------------------------------------------
@@ -352,6 +361,30 @@ def test_openssh_reads_back_what_was_written(folder: str, tmp_path: Path) -> Non
 @given(st.text(st.characters(exclude_categories=["C", "Z"], exclude_characters="\"'\\#"), min_size=1))
 def test_an_ordinary_path_is_only_freed_of_tokens(text: str) -> None:
     assert ssh_quote(text).replace("%%", "%") == text
+
+
+class Answers:
+    """A container of which only what its commands say is of interest."""
+
+    def __init__(self, *answers: tuple[int, bytes]) -> None:
+        self._answers = iter(answers)
+
+    def exec_run(self, *_: object, **__: object) -> ExecResult:
+        return ExecResult(*next(self._answers))
+
+
+@pytest.mark.parametrize(
+    ("answers", "key"),
+    [
+        ([(0, b"ssh-ed25519 AAAA root@h\n")], "ssh-ed25519 AAAA"),
+        ([(0, b""), (0, b"ssh-ed25519"), (0, b"ssh-ed25519 AAAA root@h\n")], "ssh-ed25519 AAAA"),
+        ([(1, b"cat: no such file")], None),
+        ([(0, b"")] * 5, None),
+    ],
+    ids=["said", "lost at first", "none yet", "lost"],
+)
+def test_a_host_key_is_whole_or_none(answers: list[tuple[int, bytes]], key: str | None) -> None:
+    assert read_host_key(cast(Container, Answers(*answers))) == key
 
 
 def test_the_variables_name_everything_that_a_connection_needs() -> None:

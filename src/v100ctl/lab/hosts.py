@@ -53,6 +53,7 @@ PASSWORD_ADMIN = "admin-pw"  # noqa: S105  (an account's name)
 _CONTAINER_PREFIX = "v100ctl-"
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _HOST_KEY = "/etc/ssh/ssh_host_ed25519_key.pub"
+_KEY_TRIES = 5
 _APT_SETTINGS = "/etc/apt/apt.conf.d/90v100ctl-lab"
 #: What systemd understands as "shut down"; SIGTERM only makes it start itself again.
 _STOP_SIGNAL = "SIGRTMIN+3"
@@ -396,14 +397,26 @@ class Lab:
         address = _address(container)
         if container.status != "running" or not address:
             return None
+        key = read_host_key(container)
+        return None if key is None else RunningHost(container.labels[LABEL], address, key, self.folder, container)
+
+
+def read_host_key(container: Container) -> str | None:
+    """The host's public key, type and data; ``None`` where it has stopped, or has none yet."""
+    # An engine under load now and then gives the status of `cat` without what it wrote. An empty key in known_hosts would cut
+    # the host off from everybody who uses it at that moment.
+    for _ in range(_KEY_TRIES):
         try:
             code, output = execute(container, ["cat", _HOST_KEY])
         except DockerException:
             # It stopped after it was listed.
             return None
+        words = output.split()
         if code != 0:
             return None
-        return RunningHost(container.labels[LABEL], address, " ".join(output.split()[:2]), self.folder, container)
+        if len(words) >= 2:
+            return " ".join(words[:2])
+    return None
 
 
 def _lines_of(known_hosts: Path, names: Collection[str], *, taken: Collection[str]) -> list[str]:
