@@ -98,6 +98,10 @@ class HistoryError(V100ctlError):
     """A host has no history, or cannot go back."""
 
 
+class LockedError(HistoryError):
+    """Another one goes back on the host right now."""
+
+
 def record_document(plan: Mapping[str, Any]) -> dict[str, Any]:
     """What the host files of a plan, as plain data: enough to go back to it by itself, and no secrets.
 
@@ -206,7 +210,8 @@ def go_back(
     words = ["restore", "--drain-limit-s", str(drain_limit_s), *(["--to", to] if to else []), *(["--check"] if check else [])]
     status, document = _call(session, host, words, RESTORE_TIMEOUT_S)
     if status != 0 or document["problem"]:
-        raise HistoryError(f"{host}: {document['problem']}", hint=_HINTS.get(status, f"`v100ctl audit` says what {host} lacks"))
+        kind = LockedError if status == _LOCKED else HistoryError
+        raise kind(f"{host}: {document['problem']}", hint=_HINTS.get(status, f"`v100ctl audit` says what {host} lacks"))
     answers = {
         name: Completion(str(answer["text"]).strip(), int(answer["tokens"]), answer["tokens_per_second"], 0.0)
         for name, answer in document["instances"].items()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -369,6 +371,17 @@ def test_the_users_ansible_variables_win_but_for_host_keys() -> None:
     assert added["ANSIBLE_ROLES_PATH"].endswith(":/home/u/roles")
     assert added["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
     assert ansible_environment({}, Path("/tmp/x"))["ANSIBLE_PIPELINING"] == "True"
+
+
+def test_a_host_that_dies_in_the_middle_of_a_task_is_given_up_after_two_minutes() -> None:
+    told = configparser.ConfigParser()
+    told.read(ansible_environment({}, Path("/tmp/x"))["ANSIBLE_CONFIG"])
+    argv = ["ssh", "-F", "none", "-G", *shlex.split(told["ssh_connection"]["ssh_args"]), "192.0.2.1"]
+    resolved = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    found = dict(line.split(" ", 1) for line in resolved.splitlines())
+    assert int(found["serveraliveinterval"]) * int(found["serveralivecountmax"]) == 120
+    # And what Ansible itself would have said.
+    assert (found["controlmaster"], found["controlpersist"], found["compression"]) == ("auto", "60", "yes")
 
 
 def test_a_control_path_that_is_too_long_is_left_to_ansible() -> None:

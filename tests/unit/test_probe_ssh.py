@@ -87,6 +87,15 @@ def test_a_known_host_is_not_asked_about(way: Way, key_file: Path) -> None:
         assert session.run(["echo", "hello"]).stdout == b"hello\n"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limit")
+def test_a_host_that_dies_in_the_middle_of_a_session_is_noticed(way: Way, key_file: Path) -> None:
+    with open_session(way.connection(ansible_ssh_private_key_file=str(key_file))) as session:
+        transport: paramiko.Transport = session._transport
+        assert transport.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
+        # Without something sent there is nothing that could stay unanswered.
+        assert transport.packetizer._Packetizer__keepalive_interval == 15
+
+
 def test_an_unknown_host_is_refused_with_its_fingerprint(way: Way) -> None:
     error = way.refused()
     assert f"the host key of {way.name} is not known" in error.message

@@ -115,10 +115,13 @@ class PlayedFleet:
             # Somebody switches it on again: what is waited for.
             self.hosts[host.name].up = True
         played = self.reach(host.name)
-        if host.good is not None:
-            played.runs = host.good
-            self.effect()
-            played.history.append(host.good)
+        if host.good is None and not host.looked:
+            host.good = played.history[-1]
+        if host.good is None:
+            raise V100ctlError("it has no earlier state")
+        played.runs = host.good
+        self.effect()
+        played.history.append(host.good)
 
 
 class Disk:

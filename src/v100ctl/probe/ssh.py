@@ -52,6 +52,8 @@ _KEY_ALGORITHMS = {
     "ecdsa-sha2-nistp521": ("ecdsa-sha2-nistp521",),
     "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
 }
+#: How long a host may leave what it is sent without a sign, in the middle of a session.
+SILENCE_LIMIT_S = 120.0
 #: Only one question may stand on the terminal.
 _ASKING = threading.Lock()
 
@@ -473,6 +475,9 @@ class SshSession:
                 dialled.connect(address)
                 dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 dialled.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if sys.platform == "linux":
+                    # What we send to keep the connection is not answered for so long: the host is gone. Else it takes 15 minutes.
+                    dialled.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_LIMIT_S * 1000))
                 return dialled
             except OSError as error:
                 dialled.close()

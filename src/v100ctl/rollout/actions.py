@@ -16,7 +16,7 @@ from v100ctl.apply import Reporter, Secrets, run_playbook
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
-from v100ctl.history import History, State, go_back, read_history
+from v100ctl.history import History, LockedError, State, go_back, read_history
 from v100ctl.plan import gateway
 from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import alone_on, fetch, provision
@@ -154,21 +154,25 @@ class FleetActions:
                 _ask(session, name, served, PROOF_PROMPT, PROOF_MAX_TOKENS)
 
     def go_back(self, host: HostState) -> None:
-        """See there. A host that does not answer is waited for."""
-        if host.good is None:
-            raise RolloutError(
-                f"{host.name} has no earlier state to go back to", hint=f"`v100ctl audit --limit {host.name}` says what it lacks"
-            )
+        """See there. A host that does not answer is waited for, and so is one that another controller, by now dead, sent back."""
         deadline_s = time.monotonic() + self._options.return_limit_s
         while True:
             try:
                 with self._session(host.name) as session:
+                    if host.good is None and not host.looked and (state := _present(_history(session, host.name))):
+                        # It was away before its turn: what it is in is what it was in.
+                        host.good = state.id
+                    if host.good is None:
+                        raise RolloutError(
+                            f"{host.name} has no earlier state to go back to",
+                            hint=f"`v100ctl audit --limit {host.name}` says what it lacks",
+                        )
                     go_back(session, host.name, to=host.good, drain_limit_s=self._options.drain_limit_s)
                 return
-            except UnreachableError as error:
+            except (UnreachableError, LockedError) as error:
                 if time.monotonic() >= deadline_s:
                     raise
-                self._reporter.note(f"{host.name} does not answer ({error.message}); waiting for it")
+                self._reporter.note(f"{host.name} does not go back yet ({error.message}); waiting for it")
                 self._sleep(min(10.0, self._options.return_limit_s))
 
     # --- a batch -------------------------------------------------------------------------------------------------------------

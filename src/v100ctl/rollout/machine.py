@@ -44,7 +44,7 @@ class Actions(Protocol):
         """It serves under load for a while, and still answers."""
 
     def go_back(self, host: HostState) -> None:
-        """The host returns to its last good state and proves that it serves."""
+        """The host returns to its last good state (to the one that it is in where nobody has looked before) and proves it."""
 
 
 class GateError(V100ctlError):

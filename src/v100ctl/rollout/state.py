@@ -86,6 +86,11 @@ class HostState:
     events: list[Event] = field(default_factory=list)
 
     @property
+    def looked(self) -> bool:
+        """Whether its history was read before anything was changed: without a good state there then is none."""
+        return any(event.step == "look" and not event.problem for event in self.events)
+
+    @property
     def serves_meanwhile(self) -> bool:
         """Whether nothing that serves there is disturbed."""
         return not self.restarts and not self.reboots

@@ -1,0 +1,115 @@
+"""How a host is led back that does not answer, was never looked at, or is led back by somebody else right now."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from datetime import date
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from v100ctl.access import Access
+from v100ctl.apply.reporter import make_reporter
+from v100ctl.errors import UnreachableError
+from v100ctl.fleet import Fleet, FleetHost, parse_config
+from v100ctl.rollout import actions as module
+from v100ctl.rollout.actions import FleetActions
+from v100ctl.rollout.state import Event, HostState, Options, RolloutError
+
+STATE: dict[str, Any] = {
+    "id": "20261130T040000Z",
+    "state": "a",
+    "restored_from": None,
+    "releases": [],
+    "models": [],
+    "missing": [],
+}
+RESTORED: dict[str, Any] = {
+    "id": STATE["id"],
+    "changed": False,
+    "restarted": [],
+    "removed": [],
+    "files": [],
+    "problem": "",
+    "instances": {},
+}
+LOCKED = 4
+
+
+class PlayedSession:
+    """A host's `go_back.py`: each call takes the next of ``answers``; an error is raised, else it is exit code and document."""
+
+    def __init__(self, *answers: tuple[int, dict[str, Any]] | Exception) -> None:
+        self.answers = list(answers)
+        self.calls: list[list[str]] = []
+
+    def run(self, command: Sequence[str], **_: Any) -> Any:
+        # sh -c SCRIPT sh WORDS
+        self.calls.append(list(command[4:]))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(rc=answer[0], stdout=json.dumps(answer[1]).encode(), stderr=b"")
+
+
+def listing(*states: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    current = states[0]["id"] if states else None
+    return 0, {"current": current, "previous": None, "states": [{**state, "instances": {}} for state in states]}
+
+
+@pytest.fixture
+def waited() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def lead_back(monkeypatch: pytest.MonkeyPatch, waited: list[float]) -> Any:
+    """Leads a host back whose program answers so; the words of each call."""
+
+    def lead(host: HostState, *answers: tuple[int, dict[str, Any]] | Exception, return_limit_s: float = 60.0) -> list[list[str]]:
+        session = PlayedSession(*answers)
+
+        @contextlib.contextmanager
+        def opened(_connection: object) -> Iterator[PlayedSession]:
+            yield session
+
+        monkeypatch.setattr(module, "open_session", opened)
+        fleet = Fleet({"a": FleetHost("a", {"ansible_host": "192.0.2.1"}, parse_config("a", {}))})
+        options = Options(return_limit_s=return_limit_s)
+        FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), options, sleep=waited.append).go_back(host)
+        assert session.answers == []
+        return session.calls
+
+    return lead
+
+
+def looked(good: str | None) -> HostState:
+    return HostState("a", good=good, events=[Event("look", "2026-11-30T04:00:00+00:00", 0.1)])
+
+
+def test_a_host_that_was_away_before_its_turn_stays_what_it_was(lead_back: Any, waited: list[float]) -> None:
+    host = HostState("a", events=[Event("look", "2026-11-30T04:00:00+00:00", 9.0, "a: it does not answer")])
+    calls = lead_back(host, UnreachableError("a: it does not answer"), listing(STATE), (0, RESTORED))
+    assert [words[0] for words in calls] == ["list", "list", "restore"]
+    assert calls[-1][-2:] == ["--to", STATE["id"]]
+    assert host.good == STATE["id"]
+    assert len(waited) == 1
+
+
+@pytest.mark.parametrize("host", [looked(None), HostState("a")], ids=["looked", "not looked"])
+def test_where_nothing_was_proved_there_is_nothing_to_go_back_to(host: HostState, lead_back: Any) -> None:
+    answers = [] if host.looked else [listing()]
+    with pytest.raises(RolloutError, match="a has no earlier state to go back to"):
+        lead_back(host, *answers)
+
+
+def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, waited: list[float]) -> None:
+    busy = (LOCKED, {"id": None, "changed": False, "problem": "another one goes back on this host right now"})
+    calls = lead_back(looked("20261130T030000Z"), busy, busy, (0, RESTORED))
+    assert [words[0] for words in calls] == ["restore"] * 3
+    assert len(waited) == 2
+    with pytest.raises(Exception, match="another one goes back"):
+        lead_back(looked("20261130T030000Z"), busy, return_limit_s=0.0)
