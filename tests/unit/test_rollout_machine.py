@@ -27,12 +27,13 @@ class PlayedHost:
 
     runs: str = "old"
     open: bool = True
+    serves: bool = True
     up: bool = True
     history: list[str] = field(default_factory=lambda: ["old"])
 
     @property
     def good(self) -> bool:
-        return self.up and self.open and self.runs in ("old", "new")
+        return self.up and self.open and self.serves and self.runs in ("old", "new")
 
 
 @dataclass
@@ -42,6 +43,7 @@ class PlayedFleet:
     hosts: dict[str, PlayedHost]
     faults: dict[str, str] = field(default_factory=dict)
     dies_after: int | None = None
+    reboots: bool = False
     effects: int = 0
     most_out: int = 0
 
@@ -70,13 +72,19 @@ class PlayedFleet:
         self.hosts[host.name].open = False
         self.effect()
 
+    def stop(self, host: HostState) -> None:
+        self.effect()
+        self.reach(host.name).serves = False
+
     def good_state(self, host: HostState) -> str | None:
         self.effect()
         return self.reach(host.name).history[-1]
 
     def speed(self, host: HostState) -> dict[str, float]:
         self.effect()
-        slow = self.reach(host.name).runs == "new" and self.faults.get(host.name) == "slow"
+        if not self.reach(host.name).serves:
+            raise V100ctlError("nobody answers")
+        slow = self.hosts[host.name].runs == "new" and self.faults.get(host.name) == "slow"
         return {"chat": 10.0 if slow else 100.0}
 
     def apply(self, names: Sequence[str]) -> Mapping[str, V100ctlError]:
@@ -91,10 +99,13 @@ class PlayedFleet:
                 host.runs = "broken"
                 problems[name] = V100ctlError("it answered, but with rubbish")
             else:
+                if self.reboots and host.serves and host.runs != "new":
+                    problems[name] = V100ctlError("chat serve on the driver that would be replaced")
+                    continue
                 # Killed in between a host runs half of it.
                 host.runs = "half"
                 self.effect()
-                host.runs = "new"
+                host.runs, host.serves = "new", True
                 host.history.append("new")
         self.effect()
         return problems
@@ -119,7 +130,7 @@ class PlayedFleet:
             host.good = played.history[-1]
         if host.good is None:
             raise V100ctlError("it has no earlier state")
-        played.runs = host.good
+        played.runs, played.serves = host.good, True
         self.effect()
         played.history.append(host.good)
 
@@ -216,6 +227,19 @@ def test_a_host_whose_servers_go_on_is_not_drained() -> None:
     assert [event.step for event in rollout.hosts["h1"].events] == ["prepare", "look", "apply", "settle"]
 
 
+def test_servers_of_a_host_whose_driver_changes_are_measured_and_then_stopped() -> None:
+    fleet = fleet_of(2)
+    fleet.reboots = True
+    rollout = new_rollout(list(fleet.hosts))
+    for host in rollout.hosts.values():
+        host.reboots = True
+    run(fleet, rollout)
+    assert rollout.exit_code == 0
+    steps = [event.step for event in rollout.hosts["h0"].events]
+    assert steps == ["prepare", "look", "drain", "measure", "stop", "apply", "measure again", "open", "settle"]
+    assert rollout.hosts["h0"].before == {"chat": 100.0}
+
+
 FAULTS = st.sampled_from(["", "", "", "garbage", "slow", "busy", "later", "dies", "full"])
 
 
@@ -227,15 +251,19 @@ FAULTS = st.sampled_from(["", "", "", "garbage", "slow", "busy", "later", "dies"
     max_failed=st.integers(min_value=0, max_value=2),
     batch=st.sampled_from(["1", "2", "25%", "100%"]),
     canary=st.integers(min_value=0, max_value=2),
+    reboots=st.booleans(),
 )
 def test_whatever_dies_resume_or_abort_ends_well(
-    faults: list[str], dies_after: list[int], abort_at: int, max_failed: int, batch: str, canary: int
+    faults: list[str], dies_after: list[int], abort_at: int, max_failed: int, batch: str, canary: int, reboots: bool
 ) -> None:
     """The controller dies again and again, at any step; each time the next one resumes, or at some time aborts."""
     names = [f"h{number}" for number in range(len(faults))]
     fleet = fleet_of(len(faults), **{name: fault for name, fault in zip(names, faults, strict=True) if fault})
     disk = Disk()
     rollout = new_rollout(names, canary=canary, batch=batch, max_failed=max_failed)
+    fleet.reboots = reboots
+    for host in rollout.hosts.values():
+        host.reboots = reboots
     most = max(map(len, rollout.batches))
     disk.save(rollout)
     aborted = False

@@ -35,6 +35,8 @@ GATEWAY_RESTART_S = 60.0
 #: How long it may take to see a server healthy again.
 OPEN_LIMIT_S = 120.0
 RETRY_S = 1.0
+#: How long servers may take to stop: longer than their units allow them.
+STOP_LIMIT_S = 900.0
 
 #: Exit statuses of the gateway's program.
 _LIMIT, _NOT_RUNNING, _UNKNOWN, _NO_PROGRAM = 3, 4, 5, 2
@@ -115,10 +117,6 @@ class FleetActions:
                     f"{said.get('running', 'some')} requests to {server} still ran after {self._options.drain_limit_s:g} s",
                     hint="try again later, or with a longer `--drain-limit`",
                 )
-        if host.reboots:
-            # The driver's role changes nothing under servers that run.
-            with self._session(host.name) as session:
-                session.run(["/bin/sh", "-c", "systemctl stop 'v100-*.service'"], timeout_s=300.0, become=True)
 
     def open(self, host: HostState) -> None:
         """See there."""
@@ -144,6 +142,14 @@ class FleetActions:
                 if max(speeds) > 0:
                     found[name] = round(max(speeds), 2)
         return found
+
+    def stop(self, host: HostState) -> None:
+        """See there. The driver's role changes nothing under servers that run."""
+        with self._session(host.name) as session:
+            done = session.run(["systemctl", "stop", "v100-*.service"], timeout_s=STOP_LIMIT_S, become=True)
+        if done.rc != 0:
+            said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise RolloutError(f"servers on {host.name} cannot be stopped: {said[-1] if said else f'exit code {done.rc}'}")
 
     def settle(self, host: HostState) -> None:
         """See there."""

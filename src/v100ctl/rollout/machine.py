@@ -34,6 +34,9 @@ class Actions(Protocol):
     def speed(self, host: HostState) -> dict[str, float]:
         """Tokens per second of each instance that serves, by name; what cannot be asked is left out."""
 
+    def stop(self, host: HostState) -> None:
+        """Nothing runs on the host's cards any more."""
+
     def apply(self, names: Sequence[str]) -> Mapping[str, V100ctlError]:
         """Makes hosts as planned and proves each instance; those that failed, with the reason."""
 
@@ -187,6 +190,8 @@ class Machine:
                 host.before = self._step(host, "measure", lambda: self._actions.speed(host))
         # Written down before anything is changed: later the host is no longer what is measured here.
         self._save(self.rollout)
+        if host.reboots:
+            self._step(host, "stop", lambda: self._actions.stop(host))
 
     def _judge(self, host: HostState) -> None:
         self._enter(host, "proving")
