@@ -12,7 +12,7 @@ from v100ctl.apply import Reporter
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet
 from v100ctl.plan.types import describe
-from v100ctl.provision import lock_path, roles_that_mend
+from v100ctl.provision import fixable, lock_path, roles_that_mend
 from v100ctl.rollout import state
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.machine import Machine
@@ -137,7 +137,30 @@ def _problem(found: Examined) -> str:
     if found.plan is not None and found.plan.verdict == "refused":
         refusals = [describe(rule) for rule in found.plan.rules if rule.severity == "refuse"]
         return f"{found.host.name}: {'; '.join(refusals)}"
+    if _changes_driver(found):
+        reboot = str(found.host.variables.get("nvidia_driver_reboot", "auto"))
+        if reboot != "auto":
+            return (
+                f"{found.host.name}: its driver changes, which may need a reboot, and `nvidia_driver_reboot` is `{reboot}`; "
+                "`auto` lets a rollout do it"
+            )
+        if found.connection is not None and found.connection.kind == "local":
+            return f"{found.host.name}: its driver changes, and a reboot of the controller itself would end the rollout"
     return ""
+
+
+#: What the role mends beside servers that run.
+_DISTURB_NOBODY = ("driver.unheld", "driver.file-unwanted:")
+
+
+def _changes_driver(found: Examined) -> bool:
+    """Whether servers have to stop for another driver."""
+    if not (found.plan and found.plan.driver and found.plan.driver.serving):
+        return False
+    findings = [finding for finding in found.changes if finding.role == "nvidia_driver" and fixable(finding)]
+    return any(
+        finding.restarts or finding.layer == "driver" and not finding.id.startswith(_DISTURB_NOBODY) for finding in findings
+    )
 
 
 def _address(found: Examined) -> str:
@@ -153,7 +176,7 @@ def _host_state(found: Examined, address: str) -> HostState:
         changes=[finding.id for finding in found.changes],
         roles=list(roles),
         restarts=list(found.restarts),
-        reboots="nvidia_driver" in roles and bool(found.plan and found.plan.driver and found.plan.driver.serving),
+        reboots=_changes_driver(found),
     )
 
 
