@@ -8,8 +8,8 @@ fleet_size.py pull                  one host by `ansible-pull` on the host itsel
 fleet_size.py down                  removes the lab hosts
 
 Each address answers on its own: SSH, sudo, the probe and what Ansible sends run there as on a host of its own. They share the
-machine's processors with the controller, which real hosts would not: that is why the controller's own processor time (and its
-largest memory) stands beside the time by the clock.
+machine's processors with the controller, which real hosts would not: so the controller's own processor time, that of all hosts,
+and the controller's largest memory stand beside the time by the clock.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import shlex
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import docker
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
+from tests.device import shapes  # noqa: E402
 from v100ctl.apply.reporter import Reporter, make_reporter  # noqa: E402
 from v100ctl.lab import lab_dir  # noqa: E402
 from v100ctl.lab.containers import put_file  # noqa: E402
@@ -112,6 +116,14 @@ def folder() -> Path:
     return made
 
 
+def model() -> bytes:
+    """A small model whose header is a real one."""
+    path = folder() / "x.gguf"
+    if not path.exists():
+        shapes.write(shapes.MODELS["smallest"](), path)
+    return path.read_bytes()
+
+
 def variables(context_length: int = 1024) -> dict[str, Any]:
     """What every host of the fleet serves."""
     program = folder() / "server"
@@ -124,7 +136,7 @@ def variables(context_length: int = 1024) -> dict[str, Any]:
     chat = {
         "engine": "external",
         "external": "server",
-        "model": {"path": MODEL, "sha256": hashlib.sha256(b"GGUF").hexdigest()},
+        "model": {"path": MODEL, "sha256": hashlib.sha256(model()).hexdigest()},
         "gpus": [],
         "listen": "0.0.0.0",
         "settings": {"context_length": context_length},
@@ -171,7 +183,7 @@ def _start(lab: Lab, reporter: Reporter) -> dict[str, RunningHost]:
     for host in running.values():
         put_file(host.container, "/etc/ssh/sshd_config.d/fleet-size.conf", SSHD.encode(), mode=0o644)
         host.execute("mkdir", "-p", "/srv/models")
-        put_file(host.container, MODEL, b"GGUF", mode=0o644)
+        put_file(host.container, MODEL, model(), mode=0o644)
         host.execute("systemctl", "reload", "ssh")
     return running
 
@@ -196,18 +208,31 @@ def inventory(hosts: int, *, context_length: int = 1024, front: bool = False) ->
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run took: by the clock, of the controller's processors, and the most memory of one of its processes."""
+    """What one run took: by the clock, of the controller's and the hosts' processors, and the most memory of one process here."""
 
     wall_s: float
     cpu_s: float
+    hosts_cpu_s: float
     peak_mib: float
     code: int
     out: str
 
 
+def hosts_cpu_s() -> float:
+    """The processor time that all lab hosts have used so far."""
+    client = docker.from_env()
+    used_ns = 0
+    for container in client.containers.list(filters={"name": "fleet-size"}):
+        stats = client.api.stats(container.id, stream=False, one_shot=True)
+        used_ns += stats["cpu_stats"]["cpu_usage"]["total_usage"]
+    client.close()
+    return used_ns / 1e9
+
+
 def run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Run:
-    """Runs it to its end. The hosts' own processor time is not in it: they are no children of the controller."""
+    """Runs it to its end. What hosts use is counted by their containers: they are no children of the controller."""
     log = folder() / "log"
+    hosts_before_s = hosts_cpu_s()
     began_s = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -219,9 +244,11 @@ def run(argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Ru
             stderr=subprocess.STDOUT,
         )
         _, status, used = os.wait4(process.pid, 0)
+    wall_s = time.monotonic() - began_s
     return Run(
-        time.monotonic() - began_s,
+        wall_s,
         used.ru_utime + used.ru_stime,
+        hosts_cpu_s() - hosts_before_s,
         used.ru_maxrss / 1024,
         os.waitstatus_to_exitcode(status),
         log.read_text(encoding="utf-8", errors="replace"),
@@ -232,12 +259,13 @@ def show(name: str, done: Run, wanted_code: int) -> None:
     """One row of the table; a run that did not end as it should is shown and ends everything."""
     if done.code != wanted_code:
         sys.exit(f"{name}: exit code {done.code}\n{done.out[-4000:]}")
-    print(f"{name:<44} {done.wall_s:>7.1f} s {done.cpu_s:>7.1f} s {done.peak_mib:>7.0f} MiB", flush=True)
+    row = "".join(f" {seconds:>7.1f} s" for seconds in (done.wall_s, done.cpu_s, done.hosts_cpu_s))
+    print(f"{name:<44}{row} {done.peak_mib:>7.0f} MiB", flush=True)
 
 
 def head() -> None:
     """What the columns are."""
-    print(f"{'':<44} {'clock':>9} {'processor':>9} {'most memory':>11}", flush=True)
+    print(f"{'':<44} {'clock':>9} {'here':>9} {'hosts':>9} {'memory':>11}", flush=True)
 
 
 def fleet(hosts: int, forks: Sequence[int]) -> None:
@@ -282,6 +310,64 @@ def ansible(hosts: int, forks: Sequence[int]) -> None:
         play(f"{few} hosts, {name}", few, few, **environment)
 
 
+def pull() -> None:
+    """The playbook on a host itself, from a repository, beside the same over SSH; nothing is left to be changed by either."""
+    reporter = make_reporter()
+    lab = Lab(ensure_docker(reporter, install=False))
+    host = lab.running(names()[0])
+    reporter.close()
+    _put_checkout(host)
+    playbook = "playbooks/provision.yml"
+    head()
+    path = folder() / "hosts.yml"
+    write_inventory(path, {host.name: host.variables()}, variables=variables())
+    settings = {"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
+    push = [str(VENV_BIN / "ansible-playbook"), "-i", str(path), str(ROOT / playbook)]
+    own = {"ansible_connection": "local", "ansible_become": True, "ansible_python_interpreter": "/usr/bin/python3"}
+    inside = write_inventory(folder() / "own.yml", {host.name: own}, variables=variables())
+    put_file(host.container, "/srv/hosts.yml", inside.read_bytes(), mode=0o600)
+    # The engine's source, where the inventory has it.
+    host.execute("mkdir", "-p", str(folder()))
+    put_file(host.container, str(folder() / "server"), SERVER.encode(), mode=0o644)
+    on_host = ["docker", "exec", host.container.name or "", "sh", "-ec"]
+    # As the user's own, who has cloned the same repository.
+    pulled = "cd /srv && ANSIBLE_CONFIG=/srv/v100ctl/ansible.cfg PATH=/srv/v100ctl/.venv/bin:$PATH ansible-pull "
+    pulled += "-U file:///srv/v100ctl -C main -d /srv/pulled -i /srv/hosts.yml"
+    program = [sys.executable, "-P", "-m", "v100ctl", "provision", "-i", str(path)]
+    for attempt in ("first", "again"):
+        show(f"ansible-pull, {attempt}", run([*on_host, f"{pulled} {playbook}"]), 0)
+        show(f"ansible-pull, only if changed, {attempt}", run([*on_host, f"{pulled} -o {playbook}"]), 0)
+        show(f"ansible-playbook over SSH, {attempt}", run(push, settings), 0)
+        show(f"v100ctl provision, {attempt}", run(program), 0)
+
+
+def _put_checkout(host: RunningHost) -> None:
+    """A repository and its environment on the host, as a user makes them."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as opened:
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                opened.add(ROOT / name, f"v100ctl/{name}")
+        for path in ("/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf"):
+            if Path(path).exists():
+                opened.add(Path(path).resolve(), f"machine/{Path(path).name}")
+    host.container.put_archive("/srv", archive.getvalue())
+    settings = " ".join(f"{name}={value}" for name, value in os.environ.items() if name in ("PIP_CERT", "PIP_INDEX_URL"))
+    for command in (
+        "cp /srv/machine/ca-certificates.crt /etc/ssl/certs/; cp /srv/machine/pip.conf /etc/ || true",
+        "apt-get -qq update && apt-get -qq install --yes --no-install-recommends git python3-venv >/dev/null",
+        f"env {settings} /srv/v100ctl/v100ctl --version",
+        "cd /srv/v100ctl && git init -q -b main && git add -A && "
+        "git -c user.name=b -c user.email=b@example.org commit -q --allow-empty -m checkout",
+    ):
+        code, said = host.execute("/bin/sh", "-c", command)
+        if code != 0:
+            sys.exit(f"{command}: {said}")
+
+
 def main() -> int:
     """One of the above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -295,6 +381,8 @@ def main() -> int:
         fleet(options.hosts, options.forks or [20])
     elif options.what == "ansible":
         ansible(options.hosts, options.forks or [5, 25, 50])
+    elif options.what == "pull":
+        pull()
     elif options.what == "down":
         Lab(ensure_docker(make_reporter(), install=False)).down(*names(), FRONT)
     return 0

@@ -159,7 +159,7 @@ def _changes_driver(found: Examined) -> bool:
         return False
     findings = [finding for finding in found.changes if finding.role == "nvidia_driver" and fixable(finding)]
     return any(
-        finding.restarts or finding.layer == "driver" and not finding.id.startswith(_DISTURB_NOBODY) for finding in findings
+        finding.restarts or (finding.layer == "driver" and not finding.id.startswith(_DISTURB_NOBODY)) for finding in findings
     )
 
 
