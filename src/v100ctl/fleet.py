@@ -736,6 +736,7 @@ class HostConfig(BaseModel):
     nvidia_driver_repository_key_url: str = Field(pattern=r"^(https?://[^\s\"'@]+)?$")
     nvidia_driver_repository_key_fingerprint: str = Field(pattern=r"^([0-9A-F]{40})?$")
     nvidia_driver_local_files: str
+    nvidia_driver_reboot: Literal["auto", "ask", "never"]
     nvidia_driver_signing_key: str = Field(pattern=r"^((/|pkcs11:)[^\s\"'$`\\]+)?$")
     nvidia_driver_signing_certificate: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
     cuda_toolkit_version: str = Field(pattern=r"^[0-9]{1,2}\.[0-9]{1,2}$")

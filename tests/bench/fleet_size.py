@@ -84,18 +84,16 @@ class Handler(BaseHTTPRequestHandler):
 
 ThreadingHTTPServer((options.host, int(options.port)), Handler).serve_forever()
 """
-#: What a role does most: look, run, write what is there already. `wait_s` is what a host does while the controller waits for it.
+#: What a role does most: run something, and write what is there already. `wait_s`: a host does something, and is waited for.
 PLAYBOOK = """
 - hosts: all
   gather_facts: false
   become: true
   serial: "{{ at_once | default('100%') }}"
   tasks:
-    - ansible.builtin.stat: {path: /etc/v100ctl/host.json}
     - ansible.builtin.command: {argv: [systemctl, is-active, v100-chat]}
       changed_when: false
     - ansible.builtin.copy: {content: "one\\n", dest: /etc/fleet-size, mode: "0644"}
-    - ansible.builtin.file: {path: /srv/models, state: directory, mode: "0755"}
     - ansible.builtin.command: {argv: [sleep, "{{ wait_s | default(0) }}"]}
       changed_when: false
 """
@@ -293,7 +291,8 @@ def ansible(hosts: int, forks: Sequence[int]) -> None:
         settings = {"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_HOST_KEY_CHECKING": "True"}
         show(name, run(argv, {**settings, **with_sockets, **environment}), 0)
 
-    play(f"{hosts} hosts, forks {forks[0]}, first run", forks[0], hosts)
+    # What the playbook writes is there afterwards.
+    play(f"{hosts} hosts, forks {forks[-1]}, first run", forks[-1], hosts)
     for at_once in forks:
         play(f"{hosts} hosts, forks {at_once}", at_once, hosts)
     for at_once in forks:
@@ -334,15 +333,16 @@ def pull() -> None:
     pulled = "cd /srv && ANSIBLE_CONFIG=/srv/v100ctl/ansible.cfg PATH=/srv/v100ctl/.venv/bin:$PATH ansible-pull "
     pulled += "-U file:///srv/v100ctl -C main -d /srv/pulled -i /srv/hosts.yml"
     program = [sys.executable, "-P", "-m", "v100ctl", "provision", "-i", str(path)]
-    for attempt in ("first", "again"):
-        show(f"ansible-pull, {attempt}", run([*on_host, f"{pulled} {playbook}"]), 0)
-        show(f"ansible-pull, only if changed, {attempt}", run([*on_host, f"{pulled} -o {playbook}"]), 0)
-        show(f"ansible-playbook over SSH, {attempt}", run(push, settings), 0)
-        show(f"v100ctl provision, {attempt}", run(program), 0)
+    show("ansible-pull", run([*on_host, f"{pulled} {playbook}"]), 0)
+    show("ansible-pull -o, the repository unchanged", run([*on_host, f"{pulled} -o {playbook}"]), 0)
+    show("ansible-playbook over SSH", run(push, settings), 0)
+    show("v100ctl provision", run(program), 0)
 
 
 def _put_checkout(host: RunningHost) -> None:
     """A repository and its environment on the host, as a user makes them."""
+    if host.execute("test", "-d", "/srv/v100ctl/.git")[0] == 0:
+        return
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
     )

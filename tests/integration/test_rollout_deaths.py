@@ -155,7 +155,8 @@ def test_a_host_that_dies_while_another_has_its_turn_is_lost_until_it_is_back(fl
     assert set(fleet.contexts()) == {"4096"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+# What a seed stands for is where the controller dies first: early, in the middle, late.
+@pytest.mark.parametrize("seed", [2, 3, 0, 7])
 def test_the_controller_dies_at_any_moment_and_another_one_goes_on(fleet: PlayFleet, seed: int) -> None:
     chosen = random.Random(seed)
     before = int(fleet.contexts()[0])

@@ -26,7 +26,7 @@ UNLOADED = Finding("driver.not-loaded", "pending", "driver", "nvidia_driver", "l
 def examined(finding: Finding, *, serving: tuple[str, ...] = ("chat",), kind: str = "ssh", **variables: Any) -> Examined:
     decision = DriverDecision(branch="580", version="", action="replace", source="somewhere", serving=serving)
     plan = dataclasses.replace(make_plan(), driver=decision)
-    host = FleetHost("a", {"ansible_host": "192.0.2.1", **variables}, make_config())
+    host = FleetHost("a", {"ansible_host": "192.0.2.1"}, make_config(**variables))
     return Examined(host, Connection("a", kind=kind, address="192.0.2.1"), plan=plan, findings=(finding,))
 
 

@@ -138,7 +138,7 @@ def _problem(found: Examined) -> str:
         refusals = [describe(rule) for rule in found.plan.rules if rule.severity == "refuse"]
         return f"{found.host.name}: {'; '.join(refusals)}"
     if _changes_driver(found):
-        reboot = str(found.host.variables.get("nvidia_driver_reboot", "auto"))
+        reboot = found.host.config.nvidia_driver_reboot
         if reboot != "auto":
             return (
                 f"{found.host.name}: its driver changes, which may need a reboot, and `nvidia_driver_reboot` is `{reboot}`; "
