@@ -172,7 +172,7 @@ NASTY = (
 
 
 # Each start takes a second or two, so that the few examples are large; a failure is not made smaller.
-@settings(max_examples=3, phases=[Phase.generate], deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=3, phases=[Phase.generate], suppress_health_check=list(HealthCheck), derandomize=True)
 @given(words=st.lists(TEXT, min_size=150, max_size=250))
 def test_every_argument_and_every_value_arrives(unit_host: RunningHost, words: list[str]) -> None:
     argv = (*ARGV, *NASTY, *words)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from v100ctl import audit as audit_module
@@ -185,7 +185,6 @@ def test_no_host_can_write_into_a_report() -> None:
         assert "\\u001b" not in text
 
 
-@settings(deadline=None)
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_any_text_gives_readable_reports(first: str, second: str) -> None:
     findings = audit_module.bounded([finding(id=first, expected=second, actual=first, fix=second)])

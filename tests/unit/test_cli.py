@@ -203,12 +203,15 @@ def test_names_of_hosts_and_files_are_no_markup(capsys: pytest.CaptureFixture[st
 def test_a_plan_counts_on_the_ansible_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
+    from v100ctl import examine
     from v100ctl.examine import decide
     from v100ctl.fleet import FleetHost
 
     from .factory import AS_OF, make_config, make_facts
 
     facts = make_facts(python={"version": "3.8.10", "executable": "/usr/bin/python3"})
+    # It is read once in a process.
+    monkeypatch.setattr(examine, "_ansible_core", examine._ansible_core.__wrapped__)
     for version, refused in (("2.19.14", False), ("2.21.5", True)):
         monkeypatch.setattr(importlib.metadata, "version", {"ansible-core": version}.__getitem__)
         plan = decide(FleetHost("h1", {}, make_config()), None, facts, as_of=AS_OF).plan

@@ -277,7 +277,10 @@ def installed(version: str = "535.309.01-0+deb12u1", **others: str) -> dict[str,
     upstream = upstream_version(version)
     return {
         "packages": {"installed": packages},
-        "nvidia": {"module_version": upstream, "module_flavour": "proprietary", "library_version": upstream},
+        "nvidia": {
+            **dict.fromkeys(("module_version", "on_disk_module_version", "library_version"), upstream),
+            **dict.fromkeys(("module_flavour", "on_disk_module_flavour"), "proprietary"),
+        },
     }
 
 

@@ -203,7 +203,7 @@ def test_tables_are_laid_out_as_real_ones() -> None:
     assert smi.table("580.159.04", "13.0", [Reading(card, 580) for card in cards])[: len(head)] == head
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_fields_in_any_order(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     driver = data.draw(st.sampled_from(DRIVERS))
@@ -226,7 +226,7 @@ def test_any_fields_in_any_order(data: st.DataObject, tmp_path_factory: pytest.T
     assert [row.split(", ")[-1] for row in without] == [str(index) for index in range(len(kinds))]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.from_regex(r"[a-z_.]{1,30}", fullmatch=True))
 def test_a_field_that_no_driver_knows_is_refused_by_name(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     if name in fields.known(535):

@@ -262,7 +262,7 @@ def test_cuts_are_mended_where_they_happen(host: Host, server: Server) -> None:
     etag=st.sampled_from(['"one"', 'W/"weak"', None]),
     refusals=st.lists(st.sampled_from([429, 500, 502, 503, 504]), max_size=6),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_a_server_does_the_file_is_exact_or_an_error_says_why(
     cuts: list[int], size: int, connections: int, ranges: str, etag: str | None, refusals: list[int]
 ) -> None:

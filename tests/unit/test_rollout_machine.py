@@ -243,7 +243,7 @@ def test_servers_of_a_host_whose_driver_changes_are_measured_and_then_stopped() 
 FAULTS = st.sampled_from(["", "", "", "garbage", "slow", "busy", "later", "dies", "full"])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     faults=st.lists(FAULTS, min_size=1, max_size=6),
     dies_after=st.lists(st.integers(min_value=0, max_value=40), min_size=1, max_size=4),

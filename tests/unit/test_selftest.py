@@ -307,8 +307,10 @@ def test_exit_code_of_a_signal(tmp_path: Path) -> None:
 def test_interrupt_waits_for_the_program_to_clean_up(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
-        import os, pathlib, sys
+        import os, pathlib, signal, sys
         from v100ctl.selftest import run_program
+        # A test in the background has it ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         program = 'trap "sleep 0.3; echo cleaned >cleaned; exit 1" INT; touch started; while :; do sleep 0.05; done'
         try:
             run_program(["sh", "-c", program], pathlib.Path.cwd(), os.environ)
@@ -420,9 +422,10 @@ def test_one_at_a_time_when_asked(run: Run, with_docker: None) -> None:
 def test_interrupt_waits_for_scenarios_to_clean_up(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
-        import os, pathlib, sys
+        import os, pathlib, signal, sys
         from v100ctl import selftest
         from v100ctl.selftest import Part, Step
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         selftest._ready_docker = lambda: None
         program = 'trap "sleep 0.3; touch cleaned-$0; exit 1" INT; touch started-$0; while :; do sleep 0.05; done'
         parts = [Part(name, name, (Step(name, ("sh", "-c", program, name)),)) for name in ("a", "b", "c")]

@@ -99,7 +99,7 @@ _documents = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(_documents, st.lists(_names, min_size=1, max_size=3), st.one_of(st.integers(), st.booleans(), st.text(max_size=5)))
 def test_any_document_is_edited_right_or_not_at_all(document: Any, keys: list[str], value: Any) -> None:
     for flow in (True, False, None):

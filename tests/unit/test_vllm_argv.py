@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -324,7 +323,6 @@ _SETTINGS = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@hypothesis.settings(deadline=None)
 @given(settings=_SETTINGS, gpu_count=st.integers(1, 8))
 def test_every_rendered_argv_is_one_that_the_parser_takes(version: str, settings: dict[str, Any], gpu_count: int) -> None:
     found = words(version, settings, gpu_count=gpu_count)

@@ -279,7 +279,7 @@ def test_the_cpu_backend_takes_host_memory_only() -> None:
 # The largest context
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(["qwen3-8b", "qwen35-27b", "gemma3-12b", "deepseek2-lite", "qwen3-30b-a3b"]),
     memory=st.integers(1000, 40000),
@@ -306,7 +306,7 @@ def test_the_largest_context_fits_and_the_next_does_not(
     assert found >= trained or not fits(found + 256)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     name=st.sampled_from(["qwen3-8b", "qwen35-27b", "gpt-oss-20b"]),
     context=st.integers(256, 65536),

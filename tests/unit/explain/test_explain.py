@@ -169,7 +169,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.one_of(st.text(max_size=300), st.lists(PIECES, max_size=25).map(" ".join), st.lists(PIECES, max_size=25).map("".join)))
 def test_no_text_is_too_odd(text: str) -> None:
     try:
@@ -213,7 +213,7 @@ def test_no_text_takes_long(piece: str) -> None:
 WORDS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(WORDS, max_size=6))
 def test_quoted_words_are_read_as_a_shell_reads_them(words: list[str]) -> None:
     from v100ctl.plan.command_line import find_commands
@@ -223,7 +223,7 @@ def test_quoted_words_are_read_as_a_shell_reads_them(words: list[str]) -> None:
     assert list(command.words) == plain
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from([row.build for row in CATALOG.llama_cpp]),
     st.fixed_dictionaries(
@@ -273,7 +273,7 @@ def test_what_the_plan_renders_means_what_it_says(build: int, chosen: dict[str, 
     assert not set(again.extra_args) - {"--fit", "off", "--no-ui", "--offline"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(CATALOG.vllm_versions),
     st.fixed_dictionaries(

@@ -275,7 +275,7 @@ def check(content: bytes) -> None:
     assert reader.read_bytes <= len(content) * gguf.MAX_PARTS
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(changes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), min_size=1, max_size=6))
 def test_changed_bytes_never_crash(valid: bytes, changes: list[tuple[int, int]]) -> None:
     content = bytearray(valid)
@@ -284,13 +284,13 @@ def test_changed_bytes_never_crash(valid: bytes, changes: list[tuple[int, int]])
     check(bytes(content))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(at=st.integers(0, 2992), number=st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([2**31, 2**32, 2**63, 2**64 - 8])))
 def test_other_lengths_never_crash(valid: bytes, at: int, number: int) -> None:
     check(valid[:at] + struct.pack("<Q", number) + valid[at + 8 :])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(content=st.binary(max_size=300), counts=st.tuples(st.integers(0, 5), st.integers(0, 5)))
 def test_noise_never_crashes(content: bytes, counts: tuple[int, int]) -> None:
     check(b"GGUF" + struct.pack("<IQQ", 3, *counts) + content)

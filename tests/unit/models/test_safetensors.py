@@ -189,7 +189,7 @@ def check(content: bytes) -> None:
     assert reader.read_bytes <= len(content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=5), length=st.integers(0, 4000))
 def test_damage_never_crashes(changes: list[tuple[int, int]], length: int) -> None:
     content = bytearray(VALID)
@@ -206,7 +206,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(header=st.dictionaries(st.text(max_size=5), values | st.fixed_dictionaries({name: values for name in GOOD}), max_size=4))
 def test_any_json_never_crashes(header: dict[str, Any]) -> None:
     check(safetensors_raw(json.dumps(header).encode(), 16))
