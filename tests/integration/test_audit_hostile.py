@@ -59,7 +59,7 @@ def test_liars_delay_nobody_and_fill_nothing(fresh_lab_host: RunningHost, tmp_pa
     process.returncode = os.waitstatus_to_exitcode(status)
     elapsed_s = time.monotonic() - begin_s
     assert (process.returncode, said) == (1, b"")
-    # All at once, so one time limit for all of them, and what the command needs to start and to end.
+    # All at once: not one time limit after the other.
     assert elapsed_s < TIMEOUT_S * len(LIARS)
     # 32 MiB and what holds them for each of those that talk without end, at most.
     assert usage.ru_maxrss << 10 < 1 << 30
@@ -84,8 +84,8 @@ def test_liars_delay_nobody_and_fill_nothing(fresh_lab_host: RunningHost, tmp_pa
     for name, words in reasons.items():
         assert report[name]["findings"] == []
         late = "no answer within" in report[name]["error"]
-        # On a busy machine the time is over before 32 MiB are full.
-        assert words in report[name]["error"] or (late and words.startswith("more than"))
+        # On a busy machine the time may be over before 32 MiB are full, or before a short answer is there.
+        assert late or words in report[name]["error"]
         assert report[name]["status"] == ("unreachable" if late else "error")
         assert len(report[name]["error"]) < 1000
     suites = ElementTree.fromstring(written["xml"].read_text(encoding="utf-8"))  # noqa: S314 - it was written here
