@@ -100,7 +100,8 @@ def run_tests(
         slow: Runs tests marked ``slow`` too.
         keep: Leaves test hosts behind for a look.
         list_only: Prints the names that can be given, and runs nothing.
-        jobs: How many molecule scenarios and how many unit tests run at once; by default one for each core, four at most.
+        jobs: How many of the integration tests and the molecule scenarios, and how many unit tests, run at once; by default one
+            for each core, four at most.
         extra: Arguments for pytest, such as ``["-k", "launcher"]``. With some and without names, only pytest's parts run.
             A part where nothing matches them is not a failure as long as another one has a match.
 
@@ -142,7 +143,7 @@ def run_tests(
         if len(together) == 1:
             outcomes.append(_run_part(together[0], root, may_be_empty=bool(extra)))
         elif together:
-            outcomes += _run_together(together, root, jobs)
+            outcomes += _run_together(together, root, jobs, may_be_empty=bool(extra))
     return _summarise(outcomes)
 
 
@@ -160,9 +161,9 @@ def find_parts(root: Path) -> list[Part]:
     lint = lint_steps(root)
     parts.append(Part("lint", "lints", lint, aliases=frozenset(step.name for step in lint)))
     if any((root / "tests/integration").glob("test_*.py")):
-        parts.append(
-            Part("integration", "integration tests", (_pytest_step("integration", "tests/integration"),), needs_docker=True)
-        )
+        # First of those that share: it takes longest. Its tests share hosts, and so are one after another among themselves.
+        step = _pytest_step("integration", "tests/integration")
+        parts.append(Part("integration", "integration tests", (step,), needs_docker=True, shares=True))
     for file in sorted(root.glob("molecule/*/molecule.yml")):
         name = file.parent.name
         # Molecule finds this file by itself only below a `.git`, which a copy of the checkout may lack.
@@ -345,22 +346,28 @@ def _run_part(part: Part, root: Path, *, may_be_empty: bool) -> Outcome:
         for step in part.steps:
             returncodes[step], words = _run_step(step, root, heading=len(part.steps) > 1)
             outcome.last_words += words
-            if step.report is not None:
-                outcome.seconds_by_file |= seconds_by_file(step.report)
-        empty = [step for step, code in returncodes.items() if step.is_pytest and code == _PYTEST_NO_TESTS]
-        outcome.failed_steps = [step.name for step, code in returncodes.items() if code != 0 and step not in empty]
-        if empty and not may_be_empty:
-            # Nothing was left out by an expression of the user's, so tests are missing or all of them are slow ones.
-            outcome.failed_steps += [f"{step.name}: no test to run without `--slow`" for step in empty]
-        if outcome.failed_steps:
-            outcome.status = "failed"
-        elif len(empty) == len(part.steps):
-            outcome.status = "no tests"
+        _judge(outcome, returncodes, may_be_empty=may_be_empty)
     outcome.seconds = time.monotonic() - started
     return outcome
 
 
-def _run_together(parts: Sequence[Part], root: Path, jobs: int) -> list[Outcome]:
+def _judge(outcome: Outcome, returncodes: Mapping[Step, int], *, may_be_empty: bool) -> None:
+    """Writes down what the exit codes of a part's steps mean, and what their reports say of the time."""
+    empty = [step for step, code in returncodes.items() if step.is_pytest and code == _PYTEST_NO_TESTS]
+    outcome.failed_steps = [step.name for step, code in returncodes.items() if code != 0 and step not in empty]
+    if empty and not may_be_empty:
+        # Nothing was left out by an expression of the user's, so tests are missing or all of them are slow ones.
+        outcome.failed_steps += [f"{step.name}: no test to run without `--slow`" for step in empty]
+    if outcome.failed_steps:
+        outcome.status = "failed"
+    elif len(empty) == len(returncodes):
+        outcome.status = "no tests"
+    for step in returncodes:
+        if step.report is not None:
+            outcome.seconds_by_file |= seconds_by_file(step.report)
+
+
+def _run_together(parts: Sequence[Part], root: Path, jobs: int, *, may_be_empty: bool = False) -> list[Outcome]:
     """Runs parts of one step each, ``jobs`` at a time. On Ctrl-C each has time to take its test hosts down, as one alone has."""
     print(f"\n=== {', '.join(part.title for part in parts)}: {jobs} at a time ===", flush=True)
     started = time.monotonic()
@@ -385,9 +392,11 @@ def _run_together(parts: Sequence[Part], root: Path, jobs: int) -> list[Outcome]
         label = part.name.rpartition("/")[2]
         lines: deque[str] = deque(maxlen=2000)
         returncode = _run_marked(step.argv, root, environment, f"{label} | ", guard, running, lines)
-        outcome = Outcome(part.name, "failed" if returncode else "passed", time.monotonic() - began)
-        if returncode:
-            outcome.failed_steps.append(step.name)
+        outcome = Outcome(part.name, "passed", time.monotonic() - began)
+        _judge(outcome, {step: returncode}, may_be_empty=may_be_empty)
+        if step.report is not None:
+            outcome.last_words = failed_tests(step.report)
+        elif returncode:
             outcome.last_words = _last_words(lines)
         with guard:
             print(f"    {step.name} {outcome.status} in {outcome.seconds:.1f} s", flush=True)

@@ -412,6 +412,27 @@ def test_a_scenario_that_fails_stops_no_other(run: Run, with_docker: None) -> No
     assert any(line.startswith("molecule/b ") and "failed" in line for line in lines)
 
 
+def test_the_integration_tests_run_beside_scenarios_and_say_what_failed(run: Run, with_docker: None, tmp_path: Path) -> None:
+    (tmp_path / "report").write_text(REPORT)
+    script = 'for last; do :; done; cp {}/report "${{last#--junit-xml=}}"; touch here; for try in $(seq 400); do {} done; exit {}'
+    waits = "[ -e there ] && break; sleep 0.05;"
+    test = shell("integration", script.format(tmp_path, waits, 1), is_pytest=True)
+    other = scenario("a", "touch there; for try in $(seq 400); do [ -e here ] && echo met && exit 0; sleep 0.05; done; exit 1")
+    code, lines, _ = run([Part("integration", "tests", (test,), True, shares=True), other], jobs=2)
+    assert (code, lines[-1]) == (1, "1 passed, 1 failed")
+    assert "a | met" in lines
+    again = lines[lines.index("=== what failed ===") : lines.index("=== summary ===")]
+    assert "tests.a::test_x" in again
+
+
+@pytest.mark.parametrize(("extra", "verdict"), [(["-k", "x"], "1 passed, 0 failed"), ([], "1 passed, 1 failed")])
+def test_no_integration_test_matches_beside_a_scenario(run: Run, with_docker: None, extra: list[str], verdict: str) -> None:
+    none = Part("integration", "tests", (shell("integration", "exit 5", is_pytest=True),), True, shares=True)
+    other = Part("other", "others", (shell("other", "exit 0", is_pytest=True),), True, shares=True)
+    _, lines, _ = run([none, other], extra, jobs=2)
+    assert lines[-1] == verdict
+
+
 def test_one_at_a_time_when_asked(run: Run, with_docker: None) -> None:
     first = scenario("a", "echo $$ >pid; sleep 0.2; rm pid")
     code, lines, _ = run([first, scenario("b", "[ ! -e pid ] && echo after")], jobs=1)

@@ -20,8 +20,9 @@ from v100ctl.cli.options import launcher_options
 def command(names: tuple[str, ...], slow: bool, keep: bool, list_only: bool, jobs: int | None, expression: str | None) -> int:
     """Run this toolkit's own tests: unit tests, lints, then roles and whole runs in containers.
 
-    NAME is a part (unit, lint, integration, molecule), a role, or a test file; nothing means all of them. Unit tests and roles
-    run several at once, `--jobs 1` one after the other. Needs a checkout, and root for the container engine.
+    NAME is a part (unit, lint, integration, molecule), a role, or a test file; nothing means all of them. Unit tests run
+    several at once, and so do roles beside the integration tests; `--jobs 1` runs one after the other. Needs a checkout, and
+    root for the container engine.
     """
     from v100ctl.selftest import run_tests
 
