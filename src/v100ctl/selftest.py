@@ -164,7 +164,8 @@ def find_parts(root: Path) -> list[Part]:
         # First of those that share: it takes longest. Its tests share hosts, and so are one after another among themselves.
         step = _pytest_step("integration", "tests/integration")
         parts.append(Part("integration", "integration tests", (step,), needs_docker=True, shares=True))
-    for file in sorted(root.glob("molecule/*/molecule.yml")):
+    # Last the one that compiles the engine: the integration tests do so too, early, and it takes theirs from the cache by then.
+    for file in sorted(root.glob("molecule/*/molecule.yml"), key=lambda file: (file.parent.name == "llama_cpp", file)):
         name = file.parent.name
         # Molecule finds this file by itself only below a `.git`, which a copy of the checkout may lack.
         base = ("--base-config", ".config/molecule/config.yml")
