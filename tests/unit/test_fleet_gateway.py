@@ -105,8 +105,8 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
     own = decide({"gpu1": (variables, secure)}, gateway_server_ca="/etc/ssl/ca.pem")
     assert own.packages == ("haproxy",)
     text = text_of(own)
-    assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 ssl verify required" in text
-    assert "ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
+    assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 init-addr libc,last,none ssl " in text
+    assert " ssl verify required ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
     # Else what the front's own distribution trusts: HAProxy's word for that is not known to 2.2.
     for name, version, bundle in (
         ("debian", "11", "/etc/ssl/certs/ca-certificates.crt"),
@@ -116,6 +116,13 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
         decided = decide({"gpu1": (variables, secure)}, facts)
         assert f"ca-file {bundle} verifyhost gpu1.example\n" in text_of(decided)
         assert decided.packages == ("haproxy", "ca-certificates")
+
+
+def test_a_name_that_nobody_knows_takes_no_other_server_away() -> None:
+    text = text_of(decide({**HOSTS, "gpu3": host("0.0.0.0"), "gpu4": ({}, HOSTS["gpu1"][1])}))
+    # HAProxy starts with none at all where it cannot look up one, and else would trust what it kept more than what is known now.
+    assert "    server gpu4 gpu4:8000 check inter 2s fastinter 500ms fall 3 rise 1 init-addr libc,last,none\n" in text
+    assert text.count("init-addr") == 1
 
 
 def test_a_server_that_was_taken_out_is_found_by_host() -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from v100ctl.catalog import Distribution
 from v100ctl.fleet import GatewayServer, HostConfig
-from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files
+from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
 
@@ -101,6 +101,7 @@ def _line(server: GatewayServer) -> dict[str, Any]:
         "name": server.host,
         "address": address_of(server.address, server.port),
         "health_path": server.health_path,
+        "is_name": not is_ip_address(server.address),
         "tls": server.tls,
         "certified_name": server.address,
     }

@@ -6,6 +6,7 @@ With it a restart costs no request: those that run end first, and new ones wait.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -141,6 +142,15 @@ def _keys_file(name: str, spec: InstanceSpec) -> ManagedFile:
 def address_of(listen: str, port: int) -> str:
     """``ADDRESS:PORT``, with brackets where the address holds colons."""
     return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+
+
+def is_ip_address(address: str) -> bool:
+    """Whether it is the address itself and no name that has to be looked up."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def host_rules(config: HostConfig, facts: Facts, distribution: Distribution | None) -> Iterator[Rule]:
