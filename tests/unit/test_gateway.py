@@ -351,6 +351,16 @@ def test_servers_that_are_gone_are_kept_no_longer(control: Any) -> None:
 
 
 @pytest.mark.parametrize("placement", ["host", "fleet"])
+def test_no_server_reads_a_request_that_another_has_read_or_whose_client_has_left(placement: str) -> None:
+    listed = {"instance": "chat", "host": "gpu1", "address": "10.0.0.1", "port": 8000}
+    config = make_config({"listen": "10.1.2.3"}, **{**WANTED, "gateway_placement": placement}, gateway_servers=[listed])
+    text = next(file.content for file in make_plan(config=config).files if file.path == gateway.CONFIG)
+    assert re.findall(r"(?m)^    retry-on (.*)$", text) == ["conn-failure"]
+    defaults = text[text.index("\ndefaults\n") : text.index("\nfrontend ")]
+    assert "    option abortonclose\n" in defaults
+
+
+@pytest.mark.parametrize("placement", ["host", "fleet"])
 def test_the_configurations_servers_are_read_back(control: Any, placement: str) -> None:
     listed = {"instance": "chat", "host": "gpu1", "address": "fd00::1", "port": 8000, "tls": True}
     config = make_config({"listen": "10.1.2.3"}, **{**WANTED, "gateway_placement": placement}, gateway_servers=[listed])
