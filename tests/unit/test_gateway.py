@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pwd
 import re
 import socket
 import threading
@@ -255,8 +257,9 @@ def control(tmp_path: Path) -> Any:
     module.KEYS = tmp_path / "keys"
     module.KEYS.mkdir()
     module.POLL_S = 0.01
-    module.CONNECTIONS = tmp_path / "tcp"
-    module.CONNECTIONS.write_text(CONNECTIONS)
+    module.CONNECTIONS = (tmp_path / "tcp", tmp_path / "tcp6")
+    module.CONNECTIONS[0].write_text(CONNECTIONS)
+    module.ACCOUNT = pwd.getpwuid(0).pw_name
     return module
 
 
@@ -282,9 +285,43 @@ def test_drain_sees_what_a_process_before_still_serves(
     control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     haproxy.running = 0
-    control.CONNECTIONS.write_text(CONNECTIONS + OPEN)
+    control.CONNECTIONS[0].write_text(CONNECTIONS + OPEN)
     assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
     assert json.loads(capsys.readouterr().out) == {"running": 1}
+
+
+def test_connections_of_others_are_no_requests(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:
+    haproxy.running = 0
+    # Such as a Prometheus on the same host, which keeps its connection.
+    control.CONNECTIONS[0].write_text(CONNECTIONS + OPEN.replace("00000000     0        0 4", "00000000   111        0 4"))
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"running": 0}
+    # Where nobody has the gateway's name, each counts.
+    control.ACCOUNT = "no such user"
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connections_are_found_as_the_kernel_writes_them(control: Any, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener, socket.socket(family) as client:
+        try:
+            listener.bind((address, 0))
+        except OSError:
+            pytest.skip(f"nothing can listen on {address} here")
+        listener.listen()
+        port = listener.getsockname()[1]
+        table = Path("/proc/net/tcp6" if ":" in address else "/proc/net/tcp")
+        engine = gateway.address_of(address, port)
+        assert control.open_connections(table.read_text(), engine, os.getuid()) == 0
+        client.connect((address, port))
+        assert control.open_connections(table.read_text(), engine, os.getuid()) == 1
+        assert control.open_connections(table.read_text(), engine, os.getuid() + 1) == 0
+
+
+@pytest.mark.parametrize("engine", ["", "gpu1:8000", "10.0.0.1:", ":8000", "[fd00::1]:x", "/run/a.sock"])
+def test_what_has_no_address_has_no_connection(control: Any, engine: str) -> None:
+    assert control.open_connections(CONNECTIONS + OPEN, engine) == 0
 
 
 def test_open_lets_requests_in(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:

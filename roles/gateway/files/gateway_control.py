@@ -29,6 +29,7 @@ import csv
 import io
 import ipaddress
 import json
+import pwd
 import re
 import socket
 import sys
@@ -42,7 +43,10 @@ KEYS = Path("/etc/v100ctl/gateway")
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 POLL_S = 0.2
-CONNECTIONS = Path("/proc/net/tcp")
+#: Those of both families.
+CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+#: Who the gateway is while it serves.
+ACCOUNT = "haproxy"
 #: The state of a connection that is open, as the kernel writes it there.
 ESTABLISHED = "01"
 
@@ -120,24 +124,42 @@ def _entries(content: str) -> set[str]:
     return {line for line in content.splitlines() if line.strip() and not line.startswith("#")}
 
 
-def open_connections(table: str, engine: str) -> int:
-    """How many connections to ``engine`` (``127.0.0.1:PORT``) are open, from ``/proc/net/tcp``.
+def open_connections(table: str, engine: str, user: int | None = None) -> int:
+    """How many connections of ``user`` to ``engine`` (``ADDRESS:PORT``) are open, from ``/proc/net/tcp`` or ``tcp6``.
 
     A process that is about to end, since another has loaded a new configuration, still serves its requests and is not asked any
     more: what it serves is seen here. The gateway closes a connection to an engine with the answer, so that each is a request.
+    Somebody else's is none, such as that of a Prometheus on this host, which stays open from one scrape to the next.
     """
     address, _, port = engine.rpartition(":")
+    try:
+        packed = ipaddress.ip_address(address.strip("[]")).packed
+    except ValueError:
+        # A server whose name nobody knows has no address, and no connection.
+        return 0
     if not port.isdigit():
         return 0
-    octets = address.split(".")
-    wanted = "".join(f"{int(octet):02X}" for octet in reversed(octets)) + f":{int(port):04X}"
+    # The kernel writes each four bytes as a number of its own order.
+    words = (int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4))
+    wanted = "".join(f"{word:08X}" for word in words) + f":{int(port):04X}"
     rows = (line.split() for line in table.splitlines()[1:])
-    return sum(1 for row in rows if len(row) > 3 and row[2] == wanted and row[3] == ESTABLISHED)
+    return sum(
+        1 for row in rows if len(row) > 7 and row[2] == wanted and row[3] == ESTABLISHED and (user is None or row[7] == str(user))
+    )
+
+
+def _account() -> int | None:
+    try:
+        return pwd.getpwnam(ACCOUNT).pw_uid
+    except KeyError:
+        return None
 
 
 def _running(instance: str) -> int:
     server = _server(instance)
-    return max(server["running"], open_connections(CONNECTIONS.read_text(encoding="ascii"), server["engine"]))
+    # A host without IPv6 has no table of it.
+    tables = (table.read_text(encoding="ascii") for table in CONNECTIONS if table.exists())
+    return max(int(server["running"]), sum(open_connections(table, server["engine"], _account()) for table in tables))
 
 
 def _server(instance: str) -> JsonObject:
