@@ -118,6 +118,15 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
         assert decided.packages == ("haproxy", "ca-certificates")
 
 
+def test_keys_of_a_gateway_that_this_host_had_alone_go() -> None:
+    # With one of them left the role would wait in vain for the gateway to load it.
+    left = f"{gateway.KEYS_FOLDER}/chat.keys"
+    decided = decide(facts=make_facts(files={left: {"kind": "file"}}))
+    assert decided.gateway is not None
+    assert (decided.gateway.state, decided.gateway.absent_files) == ("started", (left,))
+    assert decide().gateway != decided.gateway
+
+
 def test_a_name_that_nobody_knows_takes_no_other_server_away() -> None:
     text = text_of(decide({**HOSTS, "gpu3": host("0.0.0.0"), "gpu4": ({}, HOSTS["gpu1"][1])}))
     # HAProxy starts with none at all where it cannot look up one, and else would trust what it kept more than what is known now.

@@ -167,7 +167,7 @@ def plan(
     unused = unused_models(models, facts)
     care, care_files, care_packages = upkeep.decide_upkeep(host, config, facts, planner.specs, planner.instances, catalog)
     if config.gateway_placement == "fleet":
-        front, front_files, front_packages = fleet_gateway.decide(config, distribution)
+        front, front_files, front_packages = fleet_gateway.decide(config, facts, distribution)
     else:
         front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
         front_packages = (gateway.PACKAGE,) if front and front.state == "started" else ()

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from v100ctl.catalog import Distribution
+from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig
-from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address
+from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address, key_maps
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
 
@@ -67,7 +68,7 @@ def _port(config: HostConfig, instance: str, servers: Sequence[GatewayServer]) -
 
 
 def decide(
-    config: HostConfig, distribution: Distribution | None
+    config: HostConfig, facts: Facts, distribution: Distribution | None
 ) -> tuple[GatewayDecision | None, tuple[ManagedFile, ...], tuple[str, ...]]:
     """The gateway of the fleet, its files, and the packages that it needs; ``None`` where it has no server."""
     servers = fronts_of(config)
@@ -93,7 +94,9 @@ def decide(
         "stats_port": config.gateway_stats_port,
     }
     digest, files = haproxy_files("gateway/fleet.cfg.j2", values)
-    return GatewayDecision(UNIT, "started", digest, fronts), files, (PACKAGE, *((CA_PACKAGE,) if certified else ()))
+    # Keys are the servers' own matter: those that a gateway of this host alone has left are loaded by nobody.
+    decision = GatewayDecision(UNIT, "started", digest, fronts, key_maps(facts))
+    return decision, files, (PACKAGE, *((CA_PACKAGE,) if certified else ()))
 
 
 def _line(server: GatewayServer) -> dict[str, Any]:

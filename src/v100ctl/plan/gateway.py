@@ -65,7 +65,7 @@ def decide_gateway(
         public: The instances as the inventory has them.
         instances: The same as they are started.
     """
-    maps = [path for path, file in sorted(facts.files.items()) if path.startswith(f"{KEYS_FOLDER}/") and file.kind == "file"]
+    maps = key_maps(facts)
     if config.gateway_placement != "host" or not instances:
         left = [path for path in FILES if path in facts.files and facts.files[path].kind == "file"]
         ours = any((facts.files[path].content or "").startswith(f"# {MANAGED_HEADER}\n") for path in left)
@@ -89,6 +89,11 @@ def decide_gateway(
     digest, files = haproxy_files("gateway/haproxy.cfg.j2", values, keys)
     unwanted = tuple(path for path in maps if path not in {file.path for file in keys})
     return GatewayDecision(UNIT, "started", digest, fronts, unwanted), files
+
+
+def key_maps(facts: Facts) -> tuple[str, ...]:
+    """The files of keys that a gateway on the host has."""
+    return tuple(path for path, file in sorted(facts.files.items()) if path.startswith(f"{KEYS_FOLDER}/") and file.kind == "file")
 
 
 def haproxy_files(
