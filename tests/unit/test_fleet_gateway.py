@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from v100ctl.compare import compare
+from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig, load_fleet, with_servers
 from v100ctl.plan import HostPlan, gateway, plan
@@ -190,6 +192,43 @@ def test_the_inventory_tells_the_servers_also_past_a_limit(tmp_path: Path) -> No
     assert set(narrow.hosts) == {"front"}
     assert narrow.hosts["front"].config.gateway_servers == servers
     assert set(load_fleet([path], "gpu1").gateways) == {"front"}
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "says"),
+    [
+        ("gpu1", {"ansible_host": "fe80::1%eth0"}, "without a zone"),
+        ("gpu1", {"ansible_host": "10.0.0.1 # x"}, "an IP address or a name"),
+        ("gpu1", {"ansible_host": "a:b"}, "an IP address, not 'a:b'"),
+        ("gpu1", {"ansible_host": "-oProxyCommand=x"}, "an IP address or a name"),
+        ("gp\u00fc1", {}, "an IP address or a name"),
+        ("gpu 1", {}, "an IP address or a name"),
+    ],
+)
+def test_a_host_that_others_cannot_reach_by_its_address_is_named(name: str, variables: dict[str, Any], says: str) -> None:
+    config = HOSTS["gpu1"][1]
+    with pytest.raises(InventoryError, match=re.escape(says)) as error:
+        servers_of({name: (variables, config)})
+    assert name in error.value.message and "gateway_address" in (error.value.hint or "")
+    # It may say another one, and without an instance nobody wants to reach it.
+    elsewhere = config.model_copy(update={"gateway_address": "10.0.0.7"})
+    assert [server.address for server in servers_of({name: (variables, elsewhere)})] == ["10.0.0.7"]
+    assert servers_of({name: (variables, config.model_copy(update={"llm_server_instances": {}}))}) == ()
+
+
+def test_hosts_are_reached_as_ssh_reaches_them() -> None:
+    config = HOSTS["gpu1"][1]
+    long = "g" * 63 + ".example.org"
+    hosts = {"a": ({"ansible_ssh_host": "10.0.0.1"}, config), "fd00::7": ({}, config), long: ({}, config)}
+    assert [server.address for server in servers_of(hosts)] == ["10.0.0.1", "fd00::7", long]
+    assert [server.host for server in servers_of(hosts)] == ["a", "fd00__7", long]
+
+
+@pytest.mark.parametrize("zone", ["eth0", "a b\n    bind 0.0.0.0:1", ""])
+@pytest.mark.parametrize("variable", ["gateway_listen", "gateway_address", "monitoring_listen"])
+def test_an_address_with_a_zone_is_none(variable: str, zone: str) -> None:
+    with pytest.raises(InventoryError, match=variable):
+        make_config(**{variable: f"fe80::1%{zone}"})
 
 
 def test_the_same_for_those_who_have_a_gateway() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from v100ctl.catalog import Distribution
+from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
-from v100ctl.fleet import GatewayServer, HostConfig
+from v100ctl.fleet import GatewayServer, HostConfig, host_address
 from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address, key_maps
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
@@ -26,23 +27,44 @@ CA_PACKAGE = "ca-certificates"
 OUTPUTS = ("nginx", "litellm", "prometheus")
 
 
+def server_name(host: str) -> str:
+    """What a host of the inventory is called where its name becomes a word of somebody's configuration."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", host)
+
+
+def reached_at(host: str, variables: Mapping[str, Any], config: HostConfig) -> str:
+    """Where other hosts reach a host of the inventory: as SSH does, unless it says otherwise."""
+    # The second is Ansible's older name for the first.
+    return config.gateway_address or str(variables.get("ansible_host") or variables.get("ansible_ssh_host") or host)
+
+
 def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tuple[GatewayServer, ...]:
     """The servers that a fleet's gateway is in front of.
 
     Args:
         hosts: Variables and configuration of every host of the inventory, by name.
+
+    Raises:
+        InventoryError: A host has an instance, and nothing to reach it by from another host.
     """
     # Which path tells an engine's health is decided where instances are planned.
     from v100ctl.plan import health_path, present_instances
 
     found = []
     for name, (variables, config) in sorted(hosts.items()):
-        address = config.gateway_address or str(variables.get("ansible_host") or name)
+        address = reached_at(name, variables, config)
         for instance, spec in sorted(present_instances(config).items()):
+            try:
+                host_address(address)
+            except ValueError as error:
+                raise InventoryError(
+                    f"host {name}: where other hosts reach {instance} {error}",
+                    hint="`gateway_address: ADDRESS` for that host, which SSH does not look at",
+                ) from error
             found.append(
                 GatewayServer(
                     instance=instance,
-                    host=re.sub(r"[^A-Za-z0-9_.-]", "_", name),
+                    host=server_name(name),
                     address=address,
                     port=spec.port,
                     health_path=health_path(spec, config) or "/health",
