@@ -7,7 +7,9 @@ import json
 import os
 import pwd
 import re
+import shlex
 import socket
+import string
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -385,6 +387,38 @@ def test_servers_that_are_gone_are_kept_no_longer(control: Any) -> None:
     # One of that name stands behind another front.
     text = "backend engine-chat\n    server gpu2 10.0.0.1:1\nbackend engine-other\n    server gpu1 10.0.0.1:1\n"
     assert control.fitted(kept("gpu1", "10.0.0.1", 1), text).splitlines() == head
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/h?full=1&x=[2]", "/h#x", "/h'x", '/h"x', "/h\\x", "/$HOME", "/" + string.punctuation]
+)
+@pytest.mark.parametrize("placement", ["host", "fleet"])
+def test_words_of_the_user_stay_one_word(placement: str, path: str) -> None:
+    engine = {
+        "source": {"path": "/srv/e", "sha256": "ab" * 32, "kind": "file"},
+        "backend": "cpu",
+        "argv": ["{release}/bin/e", "--port", "{port}"],
+        "health_path": path,
+        "must_log": ["ready"],
+    }
+    listed = {"instance": "chat", "host": "gpu1", "address": "10.0.0.1", "port": 8000, "health_path": path, "tls": True}
+    config = make_config(
+        {"listen": "10.1.2.3", "engine": "external", "external": "own", "api_keys": ["0123456789abcdef"]},
+        **{**WANTED, "gateway_placement": placement},
+        gateway_servers=[listed],
+        external_engine_definitions={"own": engine},
+        gateway_tls_certificate="/etc/ssl/a#b.pem",
+        gateway_server_ca="/etc/ssl/c#d.pem",
+    )
+    text = next(file.content for file in make_plan(config=config).files if file.path == gateway.CONFIG)
+    # HAProxy's quotes are a shell's.
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    assert ["option", "httpchk", "GET", path] in lines
+    assert next(line for line in lines if line[:1] == ["bind"] and "crt" in line)[2:5] == ["ssl", "crt", "/etc/ssl/a#b.pem"]
+    if placement == "host":
+        assert ["acl", "needs_none", "path", path.partition("?")[0]] in lines
+    else:
+        assert "/etc/ssl/c#d.pem" in next(line for line in lines if line[:1] == ["server"])
 
 
 @pytest.mark.parametrize("placement", ["host", "fleet"])

@@ -76,7 +76,7 @@ def decide_gateway(
             instance=name,
             bind=address_of(public[name].listen, public[name].port),
             engine=address_of(instance.listen, instance.port),
-            health_path=urlsplit(instance.health_url).path,
+            health_path=_path(instance.health_url),
             keys_file=_keys_path(name) if public[name].keys else "",
         )
         for name, instance in sorted(instances.items())
@@ -130,6 +130,12 @@ def haproxy_files(
         ManagedFile(CONFIG, render(template, **values, digest=digest), ROLE),
         ManagedFile(UNIT_PATH, unit, ROLE),
     )
+
+
+def _path(url: str) -> str:
+    # With its query: an engine may want one.
+    parts = urlsplit(url, allow_fragments=False)
+    return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
 
 def _keys_path(instance: str) -> str:
