@@ -718,6 +718,12 @@ class GatewayServer(_Config):
     tls: bool = False
     #: What the inventory tells of its own servers; no keys of a variable.
     on_loopback: bool = False
+    #: The one address that it listens on; empty where it listens on all of them.
+    listens_on: str = ""
+    #: What its certificate can be for, where ``address`` is no name.
+    name: str = ""
+    #: Servers of one name that the same keys open have the same number; 0 is no key at all.
+    keys_group: int = 0
     model: str = ""
     model_digest: str = ""
 

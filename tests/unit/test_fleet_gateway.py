@@ -16,6 +16,7 @@ from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig, load_fleet, with_servers
 from v100ctl.plan import HostPlan, gateway, plan
+from v100ctl.plan.firewall import public_ports
 from v100ctl.plan.fleet_gateway import render_for, servers_of
 from v100ctl.probe import host_script
 
@@ -65,7 +66,7 @@ def test_it_is_in_front_of_the_instances_of_one_name_on_all_hosts() -> None:
     assert "    server gpu1 10.0.0.1:8000 check inter 2s fastinter 500ms fall 3 rise 1\n" in text
     assert f"description v100ctl {decided.gateway.digest}\n" in text
     assert "stats uri /\n" in text
-    assert "frontend v100ctl-stats" not in text_of(decide(gateway_stats_port=0))
+    assert "frontend v100ctl_stats" not in text_of(decide(gateway_stats_port=0))
 
 
 def test_several_names_have_a_front_each_and_ports_may_be_given() -> None:
@@ -134,6 +135,67 @@ def test_a_name_that_nobody_knows_takes_no_other_server_away() -> None:
     # HAProxy starts with none at all where it cannot look up one, and else would trust what it kept more than what is known now.
     assert "    server gpu4 gpu4:8000 check inter 2s fastinter 500ms fall 3 rise 1 init-addr libc,last,none\n" in text
     assert text.count("init-addr") == 1
+
+
+def test_a_server_with_a_number_is_checked_by_the_name_of_its_host() -> None:
+    secure = make_config(
+        {"listen": "0.0.0.0"},
+        gateway_placement="host",
+        gateway_tls_certificate="/etc/ssl/x.pem",
+        llm_server_allow_unauthenticated=True,
+    )
+    # HAProxy finds no address in a certificate: it would take each for a wrong one.
+    assert " verifyhost gpu1.example\n" in text_of(decide({"gpu1.example": ({"ansible_host": "10.0.0.1"}, secure)}))
+    for name in ("10.0.0.1", "fd00::1", "gpu 1"):
+        refused = decide({name: ({"ansible_host": "10.0.0.1"}, secure)})
+        assert {rule.id for rule in refused.rules if rule.severity == "refuse"} == {"gateway-fleet-certificate"}
+
+
+def keyed(*keys: str) -> tuple[dict[str, Any], HostConfig]:
+    return {"ansible_host": "10.0.0.1"}, make_config({"listen": "0.0.0.0", "api_keys": list(keys)})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "differ"),
+    [
+        ({"a": keyed("x" * 16), "b": keyed("x" * 16)}, False),
+        ({"a": keyed("x" * 16, "y" * 16), "b": keyed("y" * 16, "x" * 16)}, False),
+        ({"a": keyed("x" * 16), "b": keyed("y" * 16)}, True),
+        ({"a": keyed("x" * 16), "b": keyed("x" * 16, "y" * 16)}, True),
+        ({"a": keyed("x" * 16), "b": HOSTS["gpu1"]}, True),
+        (HOSTS, False),
+    ],
+)
+def test_different_keys_under_one_name_are_told_and_shown_nowhere(hosts: dict[str, Any], differ: bool) -> None:
+    decided = decide(hosts)
+    assert ("gateway-fleet-keys-differ" in {rule.id for rule in decided.rules}) == differ
+    told = repr(servers_of(hosts)) + repr(decided) + json.dumps(decided.to_role_variables())
+    assert "x" * 16 not in told and "y" * 16 not in told
+
+
+def test_two_hosts_whose_names_become_one_are_told() -> None:
+    config = HOSTS["gpu1"][1]
+    hosts = {"gpu 1": ({"ansible_host": "10.0.0.1"}, config), "gpu/1": ({"ansible_host": "10.0.0.2"}, config)}
+    assert {rule.id for rule in decide(hosts).rules if rule.severity == "refuse"} == {"gateway-fleet-host-twice"}
+
+
+@pytest.mark.parametrize("name", ["v100ctl-stats", "engine-chat", "chat"])
+def test_no_two_parts_of_the_configuration_have_one_name(name: str) -> None:
+    server = GatewayServer(instance=name, host="gpu1", address="10.0.0.1", port=8001)
+    text = text_of(
+        plan("front", config_of((*servers_of(HOSTS), server), gateway_ports={"chat": 8000}), make_facts(), as_of=AS_OF)
+    )
+    for kind in ("frontend", "backend"):
+        named = re.findall(rf"(?m)^{kind} (.*)$", text)
+        assert named and len(named) == len(set(named))
+
+
+def test_a_host_that_serves_beside_the_gateway_has_both_ports() -> None:
+    own = make_config({"listen": "0.0.0.0"}, llm_server_allow_unauthenticated=True, gateway_placement="fleet")
+    for listen, ports in (("10.0.0.9", {8000: "chat", 8443: "chat"}), ("127.0.0.1", {8000: "chat"})):
+        config = own.model_copy(update={"gateway_listen": listen, "gateway_ports": {"chat": 8443}})
+        decided = plan("front", with_servers(config, servers_of(HOSTS)), make_facts(), as_of=AS_OF)
+        assert public_ports(config, config.llm_server_instances, decided.gateway) == ports
 
 
 def test_a_server_that_was_taken_out_is_found_by_host() -> None:

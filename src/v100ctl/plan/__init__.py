@@ -188,7 +188,7 @@ def plan(
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *gateway.host_rules(config, facts, distribution),
         *gateway.gateway_rules(config, facts, planner.public, going, planner.leaving),
-        *fleet_gateway.fleet_rules(config),
+        *fleet_gateway.fleet_rules(config, facts, going),
         *firewall.firewall_rules(config, facts, ports),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -16,13 +16,18 @@ import yaml
 from v100ctl.catalog import Distribution
 from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
-from v100ctl.fleet import GatewayServer, HostConfig, host_address
+from v100ctl.fleet import GatewayServer, HostConfig, InstanceSpec, host_address
+from v100ctl.plan.adoption import holding, overlap, who
 from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address, key_maps
+from v100ctl.plan.keys import is_loopback
 from v100ctl.plan.render import MANAGED_HEADER
 from v100ctl.plan.types import GatewayDecision, GatewayFront, ManagedFile, Rule
+from v100ctl.plan.units import unit_name
 
 #: Has the authorities that the host trusts, under this name everywhere.
 CA_PACKAGE = "ca-certificates"
+#: Where people, and a Prometheus on the host, see the statistics.
+STATS_ADDRESS = "127.0.0.1"
 #: Ways to print the servers for those who have a gateway of their own.
 OUTPUTS = ("nginx", "litellm", "prometheus")
 
@@ -51,6 +56,7 @@ def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tup
     from v100ctl.plan import health_path, present_instances
 
     found = []
+    groups: dict[str, list[frozenset[str]]] = {}
     for name, (variables, config) in sorted(hosts.items()):
         address = reached_at(name, variables, config)
         for instance, spec in sorted(present_instances(config).items()):
@@ -61,6 +67,11 @@ def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tup
                     f"host {name}: where other hosts reach {instance} {error}",
                     hint="`gateway_address: ADDRESS` for that host, which SSH does not look at",
                 ) from error
+            # Which ones the keys are stands nowhere, nor anything that could be compared with guesses.
+            known = groups.setdefault(instance, [frozenset()])
+            keys = frozenset(spec.keys)
+            if keys not in known:
+                known.append(keys)
             found.append(
                 GatewayServer(
                     instance=instance,
@@ -69,7 +80,10 @@ def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tup
                     port=spec.port,
                     health_path=health_path(spec, config) or "/health",
                     tls=config.gateway_placement == "host" and bool(config.gateway_tls_certificate),
-                    on_loopback=spec.listen == "::1" or spec.listen.startswith("127."),
+                    on_loopback=is_loopback(spec.listen),
+                    listens_on="" if spec.listen in ("0.0.0.0", "::") else spec.listen,  # noqa: S104 - compared
+                    name="" if is_ip_address(name) or server_name(name) != name else name,
+                    keys_group=known.index(keys),
                     model=spec.settings.served_model_name or instance,
                     model_digest=spec.model.digest,
                 )
@@ -113,12 +127,17 @@ def decide(
         "certificate": config.gateway_tls_certificate,
         # HAProxy's own word for it, `@system-ca`, is not known to 2.2.
         "server_ca": config.gateway_server_ca or (distribution.ca_bundle if distribution else ""),
-        "stats_port": config.gateway_stats_port,
+        "stats_bind": address_of(STATS_ADDRESS, config.gateway_stats_port) if config.gateway_stats_port else "",
     }
     digest, files = haproxy_files("gateway/fleet.cfg.j2", values)
     # Keys are the servers' own matter: those that a gateway of this host alone has left are loaded by nobody.
     decision = GatewayDecision(UNIT, "started", digest, fronts, key_maps(facts))
     return decision, files, (PACKAGE, *((CA_PACKAGE,) if certified else ()))
+
+
+def certified_name(server: GatewayServer) -> str:
+    """What a server's certificate has to be for; empty where it has no name: HAProxy looks at no addresses in certificates."""
+    return server.name if is_ip_address(server.address) else server.address
 
 
 def _line(server: GatewayServer) -> dict[str, Any]:
@@ -128,12 +147,12 @@ def _line(server: GatewayServer) -> dict[str, Any]:
         "health_path": server.health_path,
         "is_name": not is_ip_address(server.address),
         "tls": server.tls,
-        "certified_name": server.address,
+        "certified_name": certified_name(server),
     }
 
 
-def fleet_rules(config: HostConfig) -> Iterator[Rule]:
-    """Rules about the gateway of a fleet."""
+def fleet_rules(config: HostConfig, facts: Facts, going: Collection[str] = ()) -> Iterator[Rule]:
+    """Rules about the gateway of a fleet. ``going``: units that are stopped before it starts."""
     if config.gateway_placement != "fleet":
         return
     fronts = fronts_of(config)
@@ -144,8 +163,7 @@ def fleet_rules(config: HostConfig) -> Iterator[Rule]:
             "the gateway of the fleet has no server: no host of the inventory has an instance",
             "`llm_server_instances` for the hosts that serve, or `gateway_servers`",
         )
-    taken: dict[int, str] = {}
-    loopback = config.gateway_listen == "::1" or config.gateway_listen.startswith("127.")
+    loopback = is_loopback(config.gateway_listen)
     if fronts and not loopback and not config.llm_server_allow_unauthenticated and not config.gateway_tls_certificate:
         yield Rule(
             "gateway-fleet-open",
@@ -154,6 +172,29 @@ def fleet_rules(config: HostConfig) -> Iterator[Rule]:
             "the server itself asks for",
             "`gateway_tls_certificate`, so that nobody on the way reads a key",
         )
+    unknown = sorted(set(config.gateway_ports) - set(fronts))
+    if fronts and unknown:
+        yield Rule(
+            "gateway-fleet-port-unused",
+            "warn",
+            f"`gateway_ports` names {', '.join(unknown)}, which no server is called",
+            f"the names of its servers: {', '.join(fronts)}",
+        )
+    yield from _port_rules(config, fronts, facts, going)
+    for name, servers in fronts.items():
+        yield from _server_rules(name, servers)
+
+
+def _port_rules(
+    config: HostConfig, fronts: Mapping[str, Sequence[GatewayServer]], facts: Facts, going: Collection[str]
+) -> Iterator[Rule]:
+    """Rules about the ports that the gateway listens on."""
+    # HAProxy takes a port twice without a word, and each connection goes to one or the other.
+    taken: dict[int, str] = {}
+    if config.gateway_stats_port and overlap(config.gateway_listen, STATS_ADDRESS):
+        taken[config.gateway_stats_port] = "its statistics (`gateway_stats_port`)"
+    own = {name: spec for name, spec in config.llm_server_instances.items() if spec.state == "present"}
+    ours = {UNIT, *(unit_name(name) for name in own), *going}
     for name, servers in fronts.items():
         ports = {server.port for server in servers}
         if len(ports) > 1 and name not in config.gateway_ports:
@@ -165,33 +206,109 @@ def fleet_rules(config: HostConfig) -> Iterator[Rule]:
                 instance=name,
             )
         port = _port(config, name, servers)
-        if port in taken:
+        holder = next(
+            (f"{own_name} of this host" for own_name, spec in own.items() if _same_place(spec, config.gateway_listen, port)), None
+        )
+        if port in taken or holder:
             yield Rule(
                 "gateway-fleet-port",
                 "refuse",
-                f"the gateway would listen on port {port} for {taken[port]} and for {name}",
+                f"the gateway would listen on port {port} for {taken.get(port, holder)} and for {name}"
+                if port in taken
+                else f"the gateway would listen on port {port} for {name}, which {holder} listens on",
                 f"another port in `gateway_ports: {{{name}: ...}}`",
                 instance=name,
             )
         taken.setdefault(port, name)
-        unreachable = [server.host for server in servers if server.on_loopback]
-        if unreachable:
+        yield from _taken(config.gateway_listen, port, facts, ours, f"another port in `gateway_ports: {{{name}: ...}}`", name)
+    if fronts and config.gateway_stats_port:
+        yield from _taken(STATS_ADDRESS, config.gateway_stats_port, facts, ours, "another `gateway_stats_port`, or 0", None)
+
+
+def _same_place(spec: InstanceSpec, listen: str, port: int) -> bool:
+    return spec.port == port and overlap(spec.listen, listen)
+
+
+def _taken(listen: str, port: int, facts: Facts, ours: Collection[str], nearest: str, instance: str | None) -> Iterator[Rule]:
+    for listener in holding(listen, port, facts, ours):
+        occupant = facts.occupant(listener.pid)
+        owner = f"`{listener.command}` (pid {listener.pid})" if listener.pid else "another process"
+        yield Rule(
+            "gateway-fleet-port-taken",
+            "refuse",
+            f"port {port} on {listener.address} is the gateway's, and taken by {who(occupant) if occupant else owner}",
+            nearest,
+            instance=instance,
+        )
+        break
+
+
+def _server_rules(name: str, servers: Sequence[GatewayServer]) -> Iterator[Rule]:
+    """Rules about the servers behind one front."""
+    hosts = [server.host for server in servers]
+    twice = sorted({host for host in hosts if hosts.count(host) > 1})
+    if twice:
+        yield Rule(
+            "gateway-fleet-host-twice",
+            "refuse",
+            f"{', '.join(twice)} stands for more than one server: each needs a name of its own, of letters, digits and `_.-`",
+            "another name in the inventory, or another `host` in `gateway_servers`",
+            instance=name,
+        )
+    unreachable = [server.host for server in servers if server.on_loopback]
+    if unreachable:
+        yield Rule(
+            "gateway-fleet-loopback",
+            "refuse" if len(unreachable) == len(servers) else "warn",
+            f"{', '.join(unreachable)} listen on loopback alone, where no other host reaches them",
+            "`listen:` with an address of the network that the gateway is in",
+            instance=name,
+        )
+    for server in servers:
+        elsewhere = server.listens_on and not server.on_loopback and server.listens_on != server.address
+        if elsewhere and is_ip_address(server.address):
             yield Rule(
-                "gateway-fleet-loopback",
-                "refuse" if len(unreachable) == len(servers) else "warn",
-                f"{', '.join(unreachable)} listen on loopback alone, where no other host reaches them",
-                "`listen:` with an address of the network that the gateway is in",
-                instance=name,
-            )
-        digests = {server.model_digest for server in servers if server.model_digest}
-        if len(digests) > 1:
-            yield Rule(
-                "gateway-fleet-models-differ",
+                "gateway-fleet-address",
                 "warn",
-                f"its servers have {len(digests)} different models: the same question gets answers of one or the other",
-                "one name for each model",
+                f"{server.host} listens on {server.listens_on} alone, and the gateway would reach it at {server.address}",
+                f"`gateway_address: {server.listens_on}` for that host, or another `listen:`",
                 instance=name,
             )
+    nameless = [server.host for server in servers if server.tls and not certified_name(server)]
+    if nameless:
+        yield Rule(
+            "gateway-fleet-certificate",
+            "refuse",
+            f"{', '.join(nameless)} speak TLS and have no name: HAProxy looks at no addresses in a certificate",
+            "`gateway_address: NAME` for such a host, as its certificate has it",
+            instance=name,
+        )
+    paths = sorted({server.health_path for server in servers})
+    if len(paths) > 1:
+        yield Rule(
+            "gateway-fleet-health-differs",
+            "refuse",
+            f"its servers tell their health at different paths ({', '.join(paths)}), and the gateway asks all of one name at one",
+            "one name for each engine",
+            instance=name,
+        )
+    if len({server.keys_group for server in servers}) > 1:
+        yield Rule(
+            "gateway-fleet-keys-differ",
+            "warn",
+            "its servers have different `api_keys`: a request gets an answer from some and 401 from others, with the same key",
+            "the same `api_keys` for all of one name",
+            instance=name,
+        )
+    digests = {server.model_digest for server in servers if server.model_digest}
+    if len(digests) > 1:
+        yield Rule(
+            "gateway-fleet-models-differ",
+            "warn",
+            f"its servers have {len(digests)} different models: the same question gets answers of one or the other",
+            "one name for each model",
+            instance=name,
+        )
 
 
 # --- for those who have a gateway of their own --------------------------------------------------------------------------------
