@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from v100ctl.cli import cli
 from v100ctl.compare import compare
 from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig, load_fleet, with_servers
 from v100ctl.plan import HostPlan, gateway, plan
 from v100ctl.plan.firewall import public_ports
-from v100ctl.plan.fleet_gateway import render_for, servers_of
+from v100ctl.plan.fleet_gateway import OUTPUTS, render_for, servers_of
 from v100ctl.probe import host_script
 
 from .factory import AS_OF, MODEL, make_config, make_facts
@@ -299,6 +301,67 @@ def test_the_same_for_those_who_have_a_gateway() -> None:
     assert "upstream v100-chat {\n    least_conn;\n    server 10.0.0.1:8000 max_fails=3 fail_timeout=5s;\n" in nginx
     models = yaml.safe_load(render_for("litellm", servers))["model_list"]
     assert models[0]["litellm_params"]["api_base"] == "http://10.0.0.1:8000/v1"
-    assert models[0]["litellm_params"]["api_key"] == "os.environ/V100_CHAT_KEY"
     (target,) = json.loads(render_for("prometheus", servers))
     assert target == {"targets": ["10.0.0.1:8000", "10.0.0.2:8000"], "labels": {"instance_name": "chat", "model": "chat"}}
+
+
+def litellm_keys(hosts: dict[str, Any]) -> list[str]:
+    found = yaml.safe_load(render_for("litellm", servers_of(hosts)))["model_list"]
+    return [model["litellm_params"]["api_key"] for model in found]
+
+
+def test_litellm_is_told_of_keys_where_there_are_some_and_of_none_where_there_are_none() -> None:
+    a, b = keyed("x" * 16), keyed("y" * 16)
+    assert litellm_keys({"gpu1": a, "gpu2": a}) == ["os.environ/V100_CHAT_KEY"] * 2
+    # It would send the key of $OPENAI_API_KEY, if there is one, and else fail.
+    assert litellm_keys(HOSTS) == ["none", "none"]
+    assert litellm_keys({"gpu1": a, "gpu2": HOSTS["gpu2"]}) == ["os.environ/V100_CHAT_KEY", "none"]
+    assert litellm_keys({"gpu-1": a, "gpu.2": b, "gpu3": a}) == [
+        "os.environ/V100_CHAT_GPU_1_KEY",
+        "os.environ/V100_CHAT_GPU_2_KEY",
+        "os.environ/V100_CHAT_GPU_1_KEY",
+    ]
+    for output in OUTPUTS:
+        assert "x" * 16 not in render_for(output, servers_of({"gpu1": a}))
+
+
+def test_prometheus_is_told_what_each_server_serves_and_how_it_is_asked() -> None:
+    secure = {"gateway_placement": "host", "gateway_tls_certificate": "/etc/x.pem", "llm_server_allow_unauthenticated": True}
+    hosts = {
+        **HOSTS,
+        "gpu3": host("10.0.0.3", settings={"served_model_name": 'a "name": [x] #y'}),
+        "gpu4": ({"ansible_host": "fd00::4"}, make_config({"listen": "::"}, **secure)),
+    }
+    found = [(group["targets"], group["labels"]) for group in json.loads(render_for("prometheus", servers_of(hosts)))]
+    assert found == [
+        (["10.0.0.3:8000"], {"instance_name": "chat", "model": 'a "name": [x] #y'}),
+        (["10.0.0.1:8000", "10.0.0.2:8000"], {"instance_name": "chat", "model": "chat"}),
+        (["[fd00::4]:8000"], {"instance_name": "chat", "model": "chat", "__scheme__": "https"}),
+    ]
+    # To all servers of one upstream nginx speaks alike.
+    with pytest.raises(InventoryError, match="gpu4 speak TLS"):
+        render_for("nginx", servers_of(hosts))
+    alone = render_for("nginx", servers_of({"gpu4": hosts["gpu4"]}))
+    assert "# These speak TLS: `proxy_pass https://v100-chat;`" in alone and "    server [fd00::4]:8000 " in alone
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_what_nobody_else_reaches_is_left_out_and_said(output: str, tmp_path: Path) -> None:
+    def told(listens: dict[str, str]) -> tuple[str, str]:
+        shared = {"llama_cpp_backend": "cpu", "llm_server_allow_unauthenticated": True}
+        hosts = {
+            name: {"ansible_host": f"{name}.example", "llm_server_instances": {"chat": {"model": MODEL, "listen": listen}}}
+            for name, listen in listens.items()
+        }
+        path = tmp_path / "hosts.yml"
+        path.write_text(yaml.safe_dump({"all": {"hosts": hosts, "vars": shared}}))
+        result = CliRunner().invoke(cli, ["gateway", output, "-i", str(path)])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    said, warned = told({"gpu1": "0.0.0.0", "gpu2": "127.0.0.1"})
+    assert "gpu1.example" in said and "gpu2" not in said
+    assert "gpu2/chat listens on loopback alone" in warned and "gpu1" not in warned
+    _, warned = told({"gpu2": "::1"})
+    assert "no host has an instance that another host reaches" in warned
+    assert told({"gpu1": "0.0.0.0"})[1] == ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -314,8 +314,17 @@ def _server_rules(name: str, servers: Sequence[GatewayServer]) -> Iterator[Rule]
 # --- for those who have a gateway of their own --------------------------------------------------------------------------------
 
 
+def reachable(servers: Iterable[GatewayServer]) -> tuple[GatewayServer, ...]:
+    """Those that another host can reach: who has no health checks would send them requests all the same."""
+    return tuple(server for server in servers if not server.on_loopback)
+
+
 def render_for(output: str, servers: Sequence[GatewayServer]) -> str:
-    """The servers in the words of ``nginx`` (upstreams), ``litellm`` (its proxy) or ``prometheus`` (``file_sd``)."""
+    """The servers in the words of ``nginx`` (upstreams), ``litellm`` (its proxy) or ``prometheus`` (``file_sd``).
+
+    Raises:
+        InventoryError: There are no words for them.
+    """
     by_name: dict[str, list[GatewayServer]] = {}
     for server in servers:
         by_name.setdefault(server.instance, []).append(server)
@@ -323,12 +332,20 @@ def render_for(output: str, servers: Sequence[GatewayServer]) -> str:
         return _nginx(by_name)
     if output == "litellm":
         return _litellm(by_name)
+    return _prometheus(servers)
+
+
+def _prometheus(servers: Sequence[GatewayServer]) -> str:
+    groups: dict[tuple[str, str, bool], list[str]] = {}
+    for server in servers:
+        groups.setdefault((server.instance, server.model, server.tls), []).append(address_of(server.address, server.port))
     targets = [
         {
-            "targets": [address_of(server.address, server.port) for server in found],
-            "labels": {"instance_name": name, "model": found[0].model},
+            "targets": found,
+            # A job asks all of its targets in one way, unless they say otherwise.
+            "labels": {"instance_name": name, "model": model, **({"__scheme__": "https"} if tls else {})},
         }
-        for name, found in sorted(by_name.items())
+        for (name, model, tls), found in sorted(groups.items())
     ]
     return json.dumps(targets, indent=2) + "\n"
 
@@ -337,8 +354,19 @@ def _nginx(by_name: Mapping[str, Sequence[GatewayServer]]) -> str:
     lines = [
         f"# {MANAGED_HEADER}",
         "# A stream needs `proxy_buffering off;` and `proxy_read_timeout 3600s;` where it is passed on.",
+        "# A prompt of more than 1 MiB needs a greater `client_max_body_size`.",
     ]
     for name, servers in sorted(by_name.items()):
+        secure = [server.host for server in servers if server.tls]
+        if secure and len(secure) < len(servers):
+            raise InventoryError(
+                f"of the servers of {name} {', '.join(secure)} speak TLS and others not; nginx asks all of an upstream alike",
+                hint="`gateway_tls_certificate` on all of their hosts or on none, or `--limit`",
+            )
+        if secure:
+            lines.append(
+                f"# These speak TLS: `proxy_pass https://v100-{name};`, with `proxy_ssl_verify on;` and what that needs."
+            )
         lines += [f"upstream v100-{name} {{", "    least_conn;"]
         lines += [f"    server {address_of(server.address, server.port)} max_fails=3 fail_timeout=5s;" for server in servers]
         lines += ["}"]
@@ -352,12 +380,23 @@ def _litellm(by_name: Mapping[str, Sequence[GatewayServer]]) -> str:
             "litellm_params": {
                 "model": f"openai/{server.model}",
                 "api_base": f"{'https' if server.tls else 'http'}://{address_of(server.address, server.port)}/v1",
-                # LiteLLM reads it from its own environment.
-                "api_key": f"os.environ/V100_{re.sub(r'[^A-Z0-9]', '_', name.upper())}_KEY",
+                "api_key": key,
             },
         }
-        for name, servers in sorted(by_name.items())
-        for server in servers
+        for _, servers in sorted(by_name.items())
+        for server, key in zip(servers, _litellm_keys(servers), strict=True)
     ]
     document = {"model_list": models, "router_settings": {"routing_strategy": "least-busy"}}
     return f"# {MANAGED_HEADER}\n" + yaml.safe_dump(document, sort_keys=False)
+
+
+def _litellm_keys(servers: Sequence[GatewayServer]) -> Iterator[str]:
+    """What stands for the key of each server of one name: LiteLLM reads the key itself from its own environment."""
+    first = {server.keys_group: server for server in reversed(servers)}
+    several = len([group for group in first if group]) > 1
+    for server in servers:
+        # Where like-named servers have different keys, the first host tells them apart.
+        words = (server.instance, first[server.keys_group].host) if several else (server.instance,)
+        variable = "_".join(["V100", *(re.sub(r"[^A-Z0-9]", "_", word.upper()) for word in words), "KEY"])
+        # A client of OpenAI's needs some key, and would send that of $OPENAI_API_KEY to who asks for none.
+        yield f"os.environ/{variable}" if server.keys_group else "none"
