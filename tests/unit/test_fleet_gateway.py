@@ -58,6 +58,7 @@ def text_of(decided: HostPlan) -> str:
 def test_it_is_in_front_of_the_instances_of_one_name_on_all_hosts() -> None:
     decided = decide()
     assert decided.verdict == "ok"
+    assert "nothing-to-serve" not in {rule.id for rule in decided.rules}
     assert "haproxy" in decided.packages
     assert decided.gateway is not None
     (front,) = decided.gateway.fronts
@@ -200,14 +201,24 @@ def test_a_host_that_serves_beside_the_gateway_has_both_ports() -> None:
         assert public_ports(config, config.llm_server_instances, decided.gateway) == ports
 
 
-def test_a_server_that_was_taken_out_is_found_by_host() -> None:
+@pytest.mark.parametrize(
+    ("status", "finding", "fix"),
+    [
+        ("DRAIN", "taken-out", "open chat@gpu2"),
+        ("MAINT", "taken-out", "open chat@gpu2"),
+        ("MAINT (resolution)", "name-unknown", "reload"),
+    ],
+)
+def test_a_server_that_was_taken_out_is_found_by_host(status: str, finding: str, fix: str) -> None:
     decided = decide()
     assert decided.gateway is not None
-    seen = host_script.gateway_facts("description: v100ctl " + decided.gateway.digest + "\n", STATISTICS)
+    statistics = STATISTICS.replace("DRAIN", status)
+    seen = host_script.gateway_facts("description: v100ctl " + decided.gateway.digest + "\n", statistics)
     unit = {"load_state": "loaded", "active_state": "active", "sub_state": "running", "unit_file_state": "enabled"}
     facts = make_facts(gateway=seen, units={gateway.UNIT: unit})
-    found = [finding.id for finding in compare(decided, facts) if finding.layer == "service"]
-    assert found == ["service.taken-out:chat@gpu2"]
+    (found,) = [found for found in compare(decided, facts) if found.layer == "service"]
+    assert found.id == f"service.{finding}:chat@gpu2"
+    assert fix in found.fix
 
 
 def test_its_program_knows_servers_by_instance_and_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
