@@ -161,7 +161,7 @@ def _servers(fleet: Mapping[str, Any], builders: Collection[str]) -> Any:
             continue
         variables = _module("v100ctl.plan").ansible_variables(_PlainMapping(fleet[name]))
         config = _module("v100ctl.fleet").parse_config(str(name), variables, fleet[name])
-        address = {"ansible_host": _plain(fleet[name]["ansible_host"])} if "ansible_host" in fleet[name] else {}
+        address = {key: _plain(fleet[name][key]) for key in ("ansible_host", "ansible_ssh_host") if key in fleet[name]}
         found[str(name)] = (address, config)
     return _module("v100ctl.plan.fleet_gateway").servers_of(found)
 

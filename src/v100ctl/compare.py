@@ -739,18 +739,14 @@ def _gateway(plan: HostPlan, facts: Facts, applied: Applied) -> Iterator[Finding
         yield finding("keys", "the API keys of its files", "others, from before they changed", "process")
     for front, name in _behind(decision):
         server = facts.gateway.servers.get(name)
-        if server is not None and server.status.split(" ")[0] in ("DRAIN", "MAINT"):
-            yield Finding(
-                f"service.taken-out:{name}",
-                "external",
-                "service",
-                gateway.ROLE,
-                "UP",
-                server.status,
-                "warn",
-                f"`python3 {gateway.PROGRAM} open {name}` on the host lets requests in again",
-                front.instance,
-            )
+        if server is None or server.status.split(" ")[0] not in ("DRAIN", "MAINT"):
+            continue
+        found, fix = "taken-out", f"`python3 {gateway.PROGRAM} open {name}` on the host lets requests in again"
+        if server.status == "MAINT (resolution)":
+            found, fix = "name-unknown", f"`systemctl reload {gateway.UNIT}` on the host, once its name can be looked up there"
+        yield Finding(
+            f"service.{found}:{name}", "external", "service", gateway.ROLE, "UP", server.status, "warn", fix, front.instance
+        )
 
 
 def _firewall(plan: HostPlan, facts: Facts) -> Iterator[Finding]:

@@ -85,10 +85,27 @@ def _without_nul(value: str) -> str:
 
 def _ip_address(value: str) -> str:
     try:
-        # In its shortest form, so that `0:0:0:0:0:0:0:1` is known for the loopback address that it is.
-        return str(ipaddress.ip_address(value))
+        address = ipaddress.ip_address(value)
     except ValueError:
         raise ValueError(f"must be an IP address, not {value!r}") from None
+    if "%" in value:
+        # Behind the `%` Python takes any text, a line break too, and HAProxy none at all.
+        raise ValueError(f"must be an IP address without a zone, not {value!r}")
+    # In its shortest form, so that `0:0:0:0:0:0:0:1` is known for the loopback address that it is.
+    return str(address)
+
+
+def host_address(value: str) -> str:
+    """``value``, where it can say to another host how this one is reached.
+
+    Raises:
+        ValueError: It can not; the message says what it must be.
+    """
+    if ":" in value:
+        return _ip_address(value)
+    if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", value):
+        raise ValueError(f"must be an IP address or a name, not {value!r}")
+    return value
 
 
 def _controller_path(value: str) -> str:
@@ -102,6 +119,8 @@ Sha256 = Annotated[str, AfterValidator(_lower_hex_sha256)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute_path)]
 Argument = Annotated[str, AfterValidator(_without_nul)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
+#: Where another host is reached: an IP address, or a name to look up.
+HostAddress = Annotated[str, AfterValidator(host_address)]
 _REQUIREMENT = r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!]+"
 #: Engines read their numbers as `int`.
 _INT32_MAX = 2**31 - 1
@@ -692,13 +711,19 @@ class GatewayServer(_Config):
     instance: str = Field(
         pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$", description="the name that all servers of one front share"
     )
-    host: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
-    address: str = Field(pattern=r"^[A-Za-z0-9_.:-]+$")
+    host: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$")
+    address: HostAddress
     port: int = Field(ge=1, le=65535)
-    health_path: str = Field(default="/health", pattern=r"^/[A-Za-z0-9_./-]*$")
+    health_path: UrlPath = "/health"
     tls: bool = False
     #: What the inventory tells of its own servers; no keys of a variable.
     on_loopback: bool = False
+    #: The one address that it listens on; empty where it listens on all of them.
+    listens_on: str = ""
+    #: What its certificate can be for, where ``address`` is no name.
+    name: str = ""
+    #: Servers of one name that the same keys open have the same number; 0 is no key at all.
+    keys_group: int = 0
     model: str = ""
     model_digest: str = ""
 
@@ -769,7 +794,7 @@ class HostConfig(BaseModel):
     gateway_listen: IpAddress
     gateway_ports: dict[str, Annotated[int, Field(ge=1, le=65535)]]
     gateway_servers: tuple[GatewayServer, ...]
-    gateway_address: str = Field(pattern=r"^([A-Za-z0-9_.:-]+)?$")
+    gateway_address: Annotated[str, AfterValidator(lambda value: value and host_address(value))]
     gateway_server_ca: str = Field(pattern=r"^(/[^\s\"'$`\\]+)?$")
     gateway_stats_port: int = Field(ge=0, le=65535)
     gateway_firewall: Literal["none", "auto"]

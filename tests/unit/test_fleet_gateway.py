@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from v100ctl.cli import cli
 from v100ctl.compare import compare
+from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig, load_fleet, with_servers
 from v100ctl.plan import HostPlan, gateway, plan
-from v100ctl.plan.fleet_gateway import render_for, servers_of
+from v100ctl.plan.firewall import public_ports
+from v100ctl.plan.fleet_gateway import OUTPUTS, render_for, servers_of
 from v100ctl.probe import host_script
 
 from .factory import AS_OF, MODEL, make_config, make_facts
@@ -53,6 +58,7 @@ def text_of(decided: HostPlan) -> str:
 def test_it_is_in_front_of_the_instances_of_one_name_on_all_hosts() -> None:
     decided = decide()
     assert decided.verdict == "ok"
+    assert "nothing-to-serve" not in {rule.id for rule in decided.rules}
     assert "haproxy" in decided.packages
     assert decided.gateway is not None
     (front,) = decided.gateway.fronts
@@ -63,7 +69,7 @@ def test_it_is_in_front_of_the_instances_of_one_name_on_all_hosts() -> None:
     assert "    server gpu1 10.0.0.1:8000 check inter 2s fastinter 500ms fall 3 rise 1\n" in text
     assert f"description v100ctl {decided.gateway.digest}\n" in text
     assert "stats uri /\n" in text
-    assert "frontend v100ctl-stats" not in text_of(decide(gateway_stats_port=0))
+    assert "frontend v100ctl_stats" not in text_of(decide(gateway_stats_port=0))
 
 
 def test_several_names_have_a_front_each_and_ports_may_be_given() -> None:
@@ -105,8 +111,8 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
     own = decide({"gpu1": (variables, secure)}, gateway_server_ca="/etc/ssl/ca.pem")
     assert own.packages == ("haproxy",)
     text = text_of(own)
-    assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 ssl verify required" in text
-    assert "ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
+    assert "server gpu1 gpu1.example:8000 check inter 2s fastinter 500ms fall 3 rise 1 init-addr libc,last,none ssl " in text
+    assert " ssl verify required ca-file /etc/ssl/ca.pem verifyhost gpu1.example\n" in text
     # Else what the front's own distribution trusts: HAProxy's word for that is not known to 2.2.
     for name, version, bundle in (
         ("debian", "11", "/etc/ssl/certs/ca-certificates.crt"),
@@ -118,14 +124,101 @@ def test_servers_that_speak_tls_are_checked_by_name() -> None:
         assert decided.packages == ("haproxy", "ca-certificates")
 
 
-def test_a_server_that_was_taken_out_is_found_by_host() -> None:
+def test_keys_of_a_gateway_that_this_host_had_alone_go() -> None:
+    # With one of them left the role would wait in vain for the gateway to load it.
+    left = f"{gateway.KEYS_FOLDER}/chat.keys"
+    decided = decide(facts=make_facts(files={left: {"kind": "file"}}))
+    assert decided.gateway is not None
+    assert (decided.gateway.state, decided.gateway.absent_files) == ("started", (left,))
+    assert decide().gateway != decided.gateway
+
+
+def test_a_name_that_nobody_knows_takes_no_other_server_away() -> None:
+    text = text_of(decide({**HOSTS, "gpu3": host("0.0.0.0"), "gpu4": ({}, HOSTS["gpu1"][1])}))
+    # HAProxy starts with none at all where it cannot look up one, and else would trust what it kept more than what is known now.
+    assert "    server gpu4 gpu4:8000 check inter 2s fastinter 500ms fall 3 rise 1 init-addr libc,last,none\n" in text
+    assert text.count("init-addr") == 1
+
+
+def test_a_server_with_a_number_is_checked_by_the_name_of_its_host() -> None:
+    secure = make_config(
+        {"listen": "0.0.0.0"},
+        gateway_placement="host",
+        gateway_tls_certificate="/etc/ssl/x.pem",
+        llm_server_allow_unauthenticated=True,
+    )
+    # HAProxy finds no address in a certificate: it would take each for a wrong one.
+    assert " verifyhost gpu1.example\n" in text_of(decide({"gpu1.example": ({"ansible_host": "10.0.0.1"}, secure)}))
+    for name in ("10.0.0.1", "fd00::1", "gpu 1"):
+        refused = decide({name: ({"ansible_host": "10.0.0.1"}, secure)})
+        assert {rule.id for rule in refused.rules if rule.severity == "refuse"} == {"gateway-fleet-certificate"}
+
+
+def keyed(*keys: str) -> tuple[dict[str, Any], HostConfig]:
+    return {"ansible_host": "10.0.0.1"}, make_config({"listen": "0.0.0.0", "api_keys": list(keys)})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "differ"),
+    [
+        ({"a": keyed("x" * 16), "b": keyed("x" * 16)}, False),
+        ({"a": keyed("x" * 16, "y" * 16), "b": keyed("y" * 16, "x" * 16)}, False),
+        ({"a": keyed("x" * 16), "b": keyed("y" * 16)}, True),
+        ({"a": keyed("x" * 16), "b": keyed("x" * 16, "y" * 16)}, True),
+        ({"a": keyed("x" * 16), "b": HOSTS["gpu1"]}, True),
+        (HOSTS, False),
+    ],
+)
+def test_different_keys_under_one_name_are_told_and_shown_nowhere(hosts: dict[str, Any], differ: bool) -> None:
+    decided = decide(hosts)
+    assert ("gateway-fleet-keys-differ" in {rule.id for rule in decided.rules}) == differ
+    told = repr(servers_of(hosts)) + repr(decided) + json.dumps(decided.to_role_variables())
+    assert "x" * 16 not in told and "y" * 16 not in told
+
+
+def test_two_hosts_whose_names_become_one_are_told() -> None:
+    config = HOSTS["gpu1"][1]
+    hosts = {"gpu 1": ({"ansible_host": "10.0.0.1"}, config), "gpu/1": ({"ansible_host": "10.0.0.2"}, config)}
+    assert {rule.id for rule in decide(hosts).rules if rule.severity == "refuse"} == {"gateway-fleet-host-twice"}
+
+
+@pytest.mark.parametrize("name", ["v100ctl-stats", "engine-chat", "chat"])
+def test_no_two_parts_of_the_configuration_have_one_name(name: str) -> None:
+    server = GatewayServer(instance=name, host="gpu1", address="10.0.0.1", port=8001)
+    text = text_of(
+        plan("front", config_of((*servers_of(HOSTS), server), gateway_ports={"chat": 8000}), make_facts(), as_of=AS_OF)
+    )
+    for kind in ("frontend", "backend"):
+        named = re.findall(rf"(?m)^{kind} (.*)$", text)
+        assert named and len(named) == len(set(named))
+
+
+def test_a_host_that_serves_beside_the_gateway_has_both_ports() -> None:
+    own = make_config({"listen": "0.0.0.0"}, llm_server_allow_unauthenticated=True, gateway_placement="fleet")
+    for listen, ports in (("10.0.0.9", {8000: "chat", 8443: "chat"}), ("127.0.0.1", {8000: "chat"})):
+        config = own.model_copy(update={"gateway_listen": listen, "gateway_ports": {"chat": 8443}})
+        decided = plan("front", with_servers(config, servers_of(HOSTS)), make_facts(), as_of=AS_OF)
+        assert public_ports(config, config.llm_server_instances, decided.gateway) == ports
+
+
+@pytest.mark.parametrize(
+    ("status", "finding", "fix"),
+    [
+        ("DRAIN", "taken-out", "open chat@gpu2"),
+        ("MAINT", "taken-out", "open chat@gpu2"),
+        ("MAINT (resolution)", "name-unknown", "reload"),
+    ],
+)
+def test_a_server_that_was_taken_out_is_found_by_host(status: str, finding: str, fix: str) -> None:
     decided = decide()
     assert decided.gateway is not None
-    seen = host_script.gateway_facts("description: v100ctl " + decided.gateway.digest + "\n", STATISTICS)
+    statistics = STATISTICS.replace("DRAIN", status)
+    seen = host_script.gateway_facts("description: v100ctl " + decided.gateway.digest + "\n", statistics)
     unit = {"load_state": "loaded", "active_state": "active", "sub_state": "running", "unit_file_state": "enabled"}
     facts = make_facts(gateway=seen, units={gateway.UNIT: unit})
-    found = [finding.id for finding in compare(decided, facts) if finding.layer == "service"]
-    assert found == ["service.taken-out:chat@gpu2"]
+    (found,) = [found for found in compare(decided, facts) if found.layer == "service"]
+    assert found.id == f"service.{finding}:chat@gpu2"
+    assert fix in found.fix
 
 
 def test_its_program_knows_servers_by_instance_and_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -176,12 +269,110 @@ def test_the_inventory_tells_the_servers_also_past_a_limit(tmp_path: Path) -> No
     assert set(load_fleet([path], "gpu1").gateways) == {"front"}
 
 
+@pytest.mark.parametrize(
+    ("name", "variables", "says"),
+    [
+        ("gpu1", {"ansible_host": "fe80::1%eth0"}, "without a zone"),
+        ("gpu1", {"ansible_host": "10.0.0.1 # x"}, "an IP address or a name"),
+        ("gpu1", {"ansible_host": "a:b"}, "an IP address, not 'a:b'"),
+        ("gpu1", {"ansible_host": "-oProxyCommand=x"}, "an IP address or a name"),
+        ("gp\u00fc1", {}, "an IP address or a name"),
+        ("gpu 1", {}, "an IP address or a name"),
+    ],
+)
+def test_a_host_that_others_cannot_reach_by_its_address_is_named(name: str, variables: dict[str, Any], says: str) -> None:
+    config = HOSTS["gpu1"][1]
+    with pytest.raises(InventoryError, match=re.escape(says)) as error:
+        servers_of({name: (variables, config)})
+    assert name in error.value.message and "gateway_address" in (error.value.hint or "")
+    # It may say another one, and without an instance nobody wants to reach it.
+    elsewhere = config.model_copy(update={"gateway_address": "10.0.0.7"})
+    assert [server.address for server in servers_of({name: (variables, elsewhere)})] == ["10.0.0.7"]
+    assert servers_of({name: (variables, config.model_copy(update={"llm_server_instances": {}}))}) == ()
+
+
+def test_hosts_are_reached_as_ssh_reaches_them() -> None:
+    config = HOSTS["gpu1"][1]
+    long = "g" * 63 + ".example.org"
+    hosts = {"a": ({"ansible_ssh_host": "10.0.0.1"}, config), "fd00::7": ({}, config), long: ({}, config)}
+    assert [server.address for server in servers_of(hosts)] == ["10.0.0.1", "fd00::7", long]
+    assert [server.host for server in servers_of(hosts)] == ["a", "fd00__7", long]
+
+
+@pytest.mark.parametrize("zone", ["eth0", "a b\n    bind 0.0.0.0:1", ""])
+@pytest.mark.parametrize("variable", ["gateway_listen", "gateway_address", "monitoring_listen"])
+def test_an_address_with_a_zone_is_none(variable: str, zone: str) -> None:
+    with pytest.raises(InventoryError, match=variable):
+        make_config(**{variable: f"fe80::1%{zone}"})
+
+
 def test_the_same_for_those_who_have_a_gateway() -> None:
     servers = servers_of(HOSTS)
     nginx = render_for("nginx", servers)
     assert "upstream v100-chat {\n    least_conn;\n    server 10.0.0.1:8000 max_fails=3 fail_timeout=5s;\n" in nginx
     models = yaml.safe_load(render_for("litellm", servers))["model_list"]
     assert models[0]["litellm_params"]["api_base"] == "http://10.0.0.1:8000/v1"
-    assert models[0]["litellm_params"]["api_key"] == "os.environ/V100_CHAT_KEY"
     (target,) = json.loads(render_for("prometheus", servers))
     assert target == {"targets": ["10.0.0.1:8000", "10.0.0.2:8000"], "labels": {"instance_name": "chat", "model": "chat"}}
+
+
+def litellm_keys(hosts: dict[str, Any]) -> list[str]:
+    found = yaml.safe_load(render_for("litellm", servers_of(hosts)))["model_list"]
+    return [model["litellm_params"]["api_key"] for model in found]
+
+
+def test_litellm_is_told_of_keys_where_there_are_some_and_of_none_where_there_are_none() -> None:
+    a, b = keyed("x" * 16), keyed("y" * 16)
+    assert litellm_keys({"gpu1": a, "gpu2": a}) == ["os.environ/V100_CHAT_KEY"] * 2
+    # It would send the key of $OPENAI_API_KEY, if there is one, and else fail.
+    assert litellm_keys(HOSTS) == ["none", "none"]
+    assert litellm_keys({"gpu1": a, "gpu2": HOSTS["gpu2"]}) == ["os.environ/V100_CHAT_KEY", "none"]
+    assert litellm_keys({"gpu-1": a, "gpu.2": b, "gpu3": a}) == [
+        "os.environ/V100_CHAT_GPU_1_KEY",
+        "os.environ/V100_CHAT_GPU_2_KEY",
+        "os.environ/V100_CHAT_GPU_1_KEY",
+    ]
+    for output in OUTPUTS:
+        assert "x" * 16 not in render_for(output, servers_of({"gpu1": a}))
+
+
+def test_prometheus_is_told_what_each_server_serves_and_how_it_is_asked() -> None:
+    secure = {"gateway_placement": "host", "gateway_tls_certificate": "/etc/x.pem", "llm_server_allow_unauthenticated": True}
+    hosts = {
+        **HOSTS,
+        "gpu3": host("10.0.0.3", settings={"served_model_name": 'a "name": [x] #y'}),
+        "gpu4": ({"ansible_host": "fd00::4"}, make_config({"listen": "::"}, **secure)),
+    }
+    found = [(group["targets"], group["labels"]) for group in json.loads(render_for("prometheus", servers_of(hosts)))]
+    assert found == [
+        (["10.0.0.3:8000"], {"instance_name": "chat", "model": 'a "name": [x] #y'}),
+        (["10.0.0.1:8000", "10.0.0.2:8000"], {"instance_name": "chat", "model": "chat"}),
+        (["[fd00::4]:8000"], {"instance_name": "chat", "model": "chat", "__scheme__": "https"}),
+    ]
+    # To all servers of one upstream nginx speaks alike.
+    with pytest.raises(InventoryError, match="gpu4 speak TLS"):
+        render_for("nginx", servers_of(hosts))
+    alone = render_for("nginx", servers_of({"gpu4": hosts["gpu4"]}))
+    assert "# These speak TLS: `proxy_pass https://v100-chat;`" in alone and "    server [fd00::4]:8000 " in alone
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_what_nobody_else_reaches_is_left_out_and_said(output: str, tmp_path: Path) -> None:
+    def told(listens: dict[str, str]) -> tuple[str, str]:
+        shared = {"llama_cpp_backend": "cpu", "llm_server_allow_unauthenticated": True}
+        hosts = {
+            name: {"ansible_host": f"{name}.example", "llm_server_instances": {"chat": {"model": MODEL, "listen": listen}}}
+            for name, listen in listens.items()
+        }
+        path = tmp_path / "hosts.yml"
+        path.write_text(yaml.safe_dump({"all": {"hosts": hosts, "vars": shared}}))
+        result = CliRunner().invoke(cli, ["gateway", output, "-i", str(path)])
+        assert result.exit_code == 0, result.output
+        return result.stdout, result.stderr
+
+    said, warned = told({"gpu1": "0.0.0.0", "gpu2": "127.0.0.1"})
+    assert "gpu1.example" in said and "gpu2" not in said
+    assert "gpu2/chat listens on loopback alone" in warned and "gpu1" not in warned
+    _, warned = told({"gpu2": "::1"})
+    assert "no host has an instance that another host reaches" in warned
+    assert told({"gpu1": "0.0.0.0"})[1] == ""

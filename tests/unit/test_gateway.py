@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import pwd
 import re
+import shlex
 import socket
+import string
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -251,11 +255,13 @@ def control(tmp_path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.FOLDER = tmp_path
+    module.CONFIG = tmp_path / "gateway.cfg"
     module.KEYS = tmp_path / "keys"
     module.KEYS.mkdir()
     module.POLL_S = 0.01
-    module.CONNECTIONS = tmp_path / "tcp"
-    module.CONNECTIONS.write_text(CONNECTIONS)
+    module.CONNECTIONS = (tmp_path / "tcp", tmp_path / "tcp6")
+    module.CONNECTIONS[0].write_text(CONNECTIONS)
+    module.ACCOUNT = pwd.getpwuid(0).pw_name
     return module
 
 
@@ -281,9 +287,43 @@ def test_drain_sees_what_a_process_before_still_serves(
     control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     haproxy.running = 0
-    control.CONNECTIONS.write_text(CONNECTIONS + OPEN)
+    control.CONNECTIONS[0].write_text(CONNECTIONS + OPEN)
     assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
     assert json.loads(capsys.readouterr().out) == {"running": 1}
+
+
+def test_connections_of_others_are_no_requests(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:
+    haproxy.running = 0
+    # Such as a Prometheus on the same host, which keeps its connection.
+    control.CONNECTIONS[0].write_text(CONNECTIONS + OPEN.replace("00000000     0        0 4", "00000000   111        0 4"))
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"running": 0}
+    # Where nobody has the gateway's name, each counts.
+    control.ACCOUNT = "no such user"
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_connections_are_found_as_the_kernel_writes_them(control: Any, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as listener, socket.socket(family) as client:
+        try:
+            listener.bind((address, 0))
+        except OSError:
+            pytest.skip(f"nothing can listen on {address} here")
+        listener.listen()
+        port = listener.getsockname()[1]
+        table = Path("/proc/net/tcp6" if ":" in address else "/proc/net/tcp")
+        engine = gateway.address_of(address, port)
+        assert control.open_connections(table.read_text(), engine, os.getuid()) == 0
+        client.connect((address, port))
+        assert control.open_connections(table.read_text(), engine, os.getuid()) == 1
+        assert control.open_connections(table.read_text(), engine, os.getuid() + 1) == 0
+
+
+@pytest.mark.parametrize("engine", ["", "gpu1:8000", "10.0.0.1:", ":8000", "[fd00::1]:x", "/run/a.sock"])
+def test_what_has_no_address_has_no_connection(control: Any, engine: str) -> None:
+    assert control.open_connections(CONNECTIONS + OPEN, engine) == 0
 
 
 def test_open_lets_requests_in(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +341,120 @@ def test_status_and_save(control: Any, haproxy: Haproxy, tmp_path: Path, capsys:
     }
     assert control.main(["save"]) == 0
     assert (tmp_path / "servers").read_text() == "1\n# be_id be_name\n"
+
+
+#: As HAProxy 2.6 tells it; 2.2 has no columns behind ``srvrecord``.
+STATE = """1
+# be_id be_name srv_id srv_name srv_addr srv_op_state srv_admin_state srv_uweight srv_iweight srv_time_since_last_change \
+srv_check_status srv_check_result srv_check_health srv_check_state srv_agent_state bk_f_forced_id srv_f_forced_id srv_fqdn \
+srv_port srvrecord{more}
+3 engine-chat 1 {server} {address} 2 8 1 1 3 8 2 0 6 0 0 0 {name} {port} -{more_values}
+"""
+
+
+def kept(server: str, address: str, port: int, *, name: str = "-", tls: int | None = 0) -> str:
+    more, values = ("", "") if tls is None else (" srv_use_ssl srv_check_port", f" {tls} 0")
+    return STATE.format(server=server, address=address, name=name, port=port, more=more, more_values=values)
+
+
+NAMED = kept("gpu1", "10.0.0.1", 1, name="a.example")
+
+
+@pytest.mark.parametrize(
+    ("configured", "before", "after"),
+    [
+        ("server gpu1 10.0.0.1:8000 check", kept("gpu1", "10.0.0.1", 8000), kept("gpu1", "10.0.0.1", 8000)),
+        # Its port, or whether it speaks TLS, has changed since.
+        ("server engine 127.0.0.1:18001 check", kept("engine", "127.0.0.1", 18000), kept("engine", "127.0.0.1", 18001)),
+        ("server engine 127.0.0.1:1 check", kept("engine", "127.0.0.1", 2, tls=None), kept("engine", "127.0.0.1", 1, tls=None)),
+        ("server gpu1 [fd00::1]:8001 check", kept("gpu1", "fd00::1", 8000), kept("gpu1", "fd00::1", 8001)),
+        ("server gpu1 10.0.0.1:1 check ssl verify required", kept("gpu1", "10.0.0.1", 1), kept("gpu1", "10.0.0.1", 1, tls=1)),
+        ("server gpu1 10.0.0.1:1 check", kept("gpu1", "10.0.0.1", 1, tls=1), kept("gpu1", "10.0.0.1", 1)),
+        # A name that is what it was keeps its address for the case that nobody knows it now; another one does not.
+        ("server gpu1 a.example:1 check", NAMED, NAMED),
+        ("server gpu1 b.example:1 check", NAMED, kept("gpu1", "-", 1)),
+        ("server gpu1 b.example:1 check", kept("gpu1", "10.0.0.1", 1), kept("gpu1", "-", 1)),
+        ("server gpu1 10.0.0.2:1 check", NAMED, kept("gpu1", "-", 1)),
+    ],
+)
+def test_what_is_kept_of_a_server_does_not_hide_what_has_changed(control: Any, configured: str, before: str, after: str) -> None:
+    text = f"# x\nfrontend chat\n    bind :8000\nbackend engine-chat\n    retries 3\n    {configured}\n"
+    assert control.fitted(before, text) == after
+
+
+def test_servers_that_are_gone_are_kept_no_longer(control: Any) -> None:
+    (*head, _) = kept("gpu1", "10.0.0.1", 1).splitlines()
+    # One of that name stands behind another front.
+    text = "backend engine-chat\n    server gpu2 10.0.0.1:1\nbackend engine-other\n    server gpu1 10.0.0.1:1\n"
+    assert control.fitted(kept("gpu1", "10.0.0.1", 1), text).splitlines() == head
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/h?full=1&x=[2]", "/h#x", "/h'x", '/h"x', "/h\\x", "/$HOME", "/" + string.punctuation]
+)
+@pytest.mark.parametrize("placement", ["host", "fleet"])
+def test_words_of_the_user_stay_one_word(placement: str, path: str) -> None:
+    engine = {
+        "source": {"path": "/srv/e", "sha256": "ab" * 32, "kind": "file"},
+        "backend": "cpu",
+        "argv": ["{release}/bin/e", "--port", "{port}"],
+        "health_path": path,
+        "must_log": ["ready"],
+    }
+    listed = {"instance": "chat", "host": "gpu1", "address": "10.0.0.1", "port": 8000, "health_path": path, "tls": True}
+    config = make_config(
+        {"listen": "10.1.2.3", "engine": "external", "external": "own", "api_keys": ["0123456789abcdef"]},
+        **{**WANTED, "gateway_placement": placement},
+        gateway_servers=[listed],
+        external_engine_definitions={"own": engine},
+        gateway_tls_certificate="/etc/ssl/a#b.pem",
+        gateway_server_ca="/etc/ssl/c#d.pem",
+    )
+    text = next(file.content for file in make_plan(config=config).files if file.path == gateway.CONFIG)
+    # HAProxy's quotes are a shell's.
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    assert ["option", "httpchk", "GET", path] in lines
+    assert next(line for line in lines if line[:1] == ["bind"] and "crt" in line)[2:5] == ["ssl", "crt", "/etc/ssl/a#b.pem"]
+    if placement == "host":
+        assert ["acl", "needs_none", "path", path.partition("?")[0]] in lines
+    else:
+        assert "/etc/ssl/c#d.pem" in next(line for line in lines if line[:1] == ["server"])
+
+
+@pytest.mark.parametrize("placement", ["host", "fleet"])
+def test_no_server_reads_a_request_that_another_has_read_or_whose_client_has_left(placement: str) -> None:
+    listed = {"instance": "chat", "host": "gpu1", "address": "10.0.0.1", "port": 8000}
+    config = make_config({"listen": "10.1.2.3"}, **{**WANTED, "gateway_placement": placement}, gateway_servers=[listed])
+    text = next(file.content for file in make_plan(config=config).files if file.path == gateway.CONFIG)
+    assert re.findall(r"(?m)^    retry-on (.*)$", text) == ["conn-failure"]
+    defaults = text[text.index("\ndefaults\n") : text.index("\nfrontend ")]
+    assert "    option abortonclose\n" in defaults
+
+
+@pytest.mark.parametrize("placement", ["host", "fleet"])
+def test_the_configurations_servers_are_read_back(control: Any, placement: str) -> None:
+    listed = {"instance": "chat", "host": "gpu1", "address": "fd00::1", "port": 8000, "tls": True}
+    config = make_config({"listen": "10.1.2.3"}, **{**WANTED, "gateway_placement": placement}, gateway_servers=[listed])
+    text = next(file.content for file in make_plan(config=config).files if file.path == gateway.CONFIG)
+    found = control.configured_servers(text)
+    if placement == "host":
+        assert found == {("engine-chat", "engine"): {"address": "127.0.0.1", "port": "18000", "tls": False}}
+    else:
+        assert found == {("engine-chat", "gpu1"): {"address": "[fd00::1]", "port": "8000", "tls": True}}
+
+
+def test_a_start_fits_what_was_kept(control: Any, tmp_path: Path) -> None:
+    control.CONFIG = tmp_path / "gateway.cfg"
+    assert control.main(["fit"]) == 0, "nothing was kept"
+    (tmp_path / "servers").write_text(kept("engine", "127.0.0.1", 18000))
+    assert control.main(["fit"]) == 0, "nothing is configured"
+    assert (tmp_path / "servers").read_text() == kept("engine", "127.0.0.1", 18000)
+    control.CONFIG.write_text("backend engine-chat\n    server engine 127.0.0.1:18001 check\n")
+    assert control.main(["fit"]) == 0
+    assert (tmp_path / "servers").read_text() == kept("engine", "127.0.0.1", 18001)
+    unit = next(file.content for file in behind_gateway().files if file.path == gateway.UNIT_PATH)
+    fit = unit.index(f"ExecStartPre=-/usr/bin/python3 -I -S -B {gateway.PROGRAM} fit\n")
+    assert fit < unit.index("ExecStart=")
 
 
 def test_keys_that_were_not_loaded_are_seen(control: Any, haproxy: Haproxy, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ Runs where nothing of ours is installed: standard library only, Python 3.8 or la
     Lets requests in again, and ends when the gateway has seen the server healthy; status 3 when it has not within the limit.
 ``save``
     Writes the servers' state for the process that takes over; part of a reload.
+``fit``
+    Has the state that was written before agree with the configuration as it is now; part of a start.
 ``status``
     ``{"digest", "keys_current", "servers": {INSTANCE: {"status", "running", "engine"}}}``: which file is loaded, whether the
     keys are those of the files, and how each server is seen.
@@ -22,22 +24,29 @@ A gateway that does not run is exit status 4, an instance that it does not know 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
+import ipaddress
 import json
+import pwd
 import re
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, NoReturn, Sequence
+from typing import Any, Dict, NoReturn, Sequence, Tuple
 
 FOLDER = Path("/run/v100ctl-gateway")
+CONFIG = Path("/etc/v100ctl/gateway.cfg")
 KEYS = Path("/etc/v100ctl/gateway")
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 POLL_S = 0.2
-CONNECTIONS = Path("/proc/net/tcp")
+#: Those of both families.
+CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+#: Who the gateway is while it serves.
+ACCOUNT = "haproxy"
 #: The state of a connection that is open, as the kernel writes it there.
 ESTABLISHED = "01"
 
@@ -46,6 +55,8 @@ EXIT_NOT_RUNNING = 4
 EXIT_UNKNOWN = 5
 
 JsonObject = Dict[str, Any]
+#: A server by the names of its backend and of itself.
+ServerName = Tuple[str, str]
 
 
 class NotRunning(Exception):
@@ -113,24 +124,42 @@ def _entries(content: str) -> set[str]:
     return {line for line in content.splitlines() if line.strip() and not line.startswith("#")}
 
 
-def open_connections(table: str, engine: str) -> int:
-    """How many connections to ``engine`` (``127.0.0.1:PORT``) are open, from ``/proc/net/tcp``.
+def open_connections(table: str, engine: str, user: int | None = None) -> int:
+    """How many connections of ``user`` to ``engine`` (``ADDRESS:PORT``) are open, from ``/proc/net/tcp`` or ``tcp6``.
 
     A process that is about to end, since another has loaded a new configuration, still serves its requests and is not asked any
     more: what it serves is seen here. The gateway closes a connection to an engine with the answer, so that each is a request.
+    Somebody else's is none, such as that of a Prometheus on this host, which stays open from one scrape to the next.
     """
     address, _, port = engine.rpartition(":")
+    try:
+        packed = ipaddress.ip_address(address.strip("[]")).packed
+    except ValueError:
+        # A server whose name nobody knows has no address, and no connection.
+        return 0
     if not port.isdigit():
         return 0
-    octets = address.split(".")
-    wanted = "".join(f"{int(octet):02X}" for octet in reversed(octets)) + f":{int(port):04X}"
+    # The kernel writes each four bytes as a number of its own order.
+    words = (int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4))
+    wanted = "".join(f"{word:08X}" for word in words) + f":{int(port):04X}"
     rows = (line.split() for line in table.splitlines()[1:])
-    return sum(1 for row in rows if len(row) > 3 and row[2] == wanted and row[3] == ESTABLISHED)
+    return sum(
+        1 for row in rows if len(row) > 7 and row[2] == wanted and row[3] == ESTABLISHED and (user is None or row[7] == str(user))
+    )
+
+
+def _account() -> int | None:
+    try:
+        return pwd.getpwnam(ACCOUNT).pw_uid
+    except KeyError:
+        return None
 
 
 def _running(instance: str) -> int:
     server = _server(instance)
-    return max(server["running"], open_connections(CONNECTIONS.read_text(encoding="ascii"), server["engine"]))
+    # A host without IPv6 has no table of it.
+    tables = (table.read_text(encoding="ascii") for table in CONNECTIONS if table.exists())
+    return max(int(server["running"]), sum(open_connections(table, server["engine"], _account()) for table in tables))
 
 
 def _server(instance: str) -> JsonObject:
@@ -174,15 +203,81 @@ def reopen(instance: str, limit_s: float) -> int:
     return 0 if server["status"].startswith("UP") else EXIT_LIMIT
 
 
+def configured_servers(configuration: str) -> dict[ServerName, JsonObject]:
+    """Each server's address, port and whether it speaks TLS, from the text of a configuration."""
+    found: dict[ServerName, JsonObject] = {}
+    backend = ""
+    for line in configuration.splitlines():
+        words = line.split()
+        if words and not line.startswith((" ", "#")):
+            backend = words[1] if words[0] == "backend" and len(words) > 1 else ""
+        elif backend and words[:1] == ["server"] and len(words) > 2:
+            address, _, port = words[2].rpartition(":")
+            found[backend, words[1]] = {"address": address, "port": port, "tls": "ssl" in words[3:]}
+    return found
+
+
+def fitted(state: str, configuration: str) -> str:
+    """``state`` (``show servers state``) for a process that loads ``configuration``.
+
+    HAProxy takes port, TLS and the address behind a name from the state that was kept, whatever its configuration says: a server
+    that has moved would be looked for where it was. Of what was kept, only how a server was seen and whether it was taken out is
+    meant to last.
+    """
+    wanted = configured_servers(configuration)
+    columns: list[str] = []
+    lines = []
+    for line in state.splitlines():
+        words = line.split(" ")
+        if line.startswith("# "):
+            columns = words[1:]
+        elif columns and len(words) == len(columns):
+            row = dict(zip(columns, words))
+            server = wanted.get((row.get("be_name", ""), row.get("srv_name", "")))
+            if server is None:
+                continue
+            fresh = {"srv_port": server["port"], "srv_use_ssl": str(int(server["tls"]))}
+            if row.get("srv_fqdn") != _name(server["address"]):
+                fresh.update(srv_addr="-", srv_fqdn="-")
+            line = " ".join(fresh.get(column, value) for column, value in row.items())
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _name(address: str) -> str:
+    """What is looked up for an address, as HAProxy writes it: ``-`` for one that is a number already."""
+    try:
+        ipaddress.ip_address(address.strip("[]"))
+    except ValueError:
+        return address
+    return "-"
+
+
+def _keep(state: str) -> None:
+    # Without a configuration nothing starts.
+    with contextlib.suppress(OSError):
+        state = fitted(state, CONFIG.read_text(encoding="utf-8"))
+    aside = FOLDER / "servers.new"
+    aside.write_text(state, encoding="utf-8")
+    aside.replace(FOLDER / "servers")
+
+
 def save() -> int:
     """See the verb ``save`` above."""
     try:
         state = ask("show servers state")
     except NotRunning:
         return 0
-    aside = FOLDER / "servers.new"
-    aside.write_text(state, encoding="utf-8")
-    aside.replace(FOLDER / "servers")
+    _keep(state)
+    return 0
+
+
+def fit() -> int:
+    """See the verb ``fit`` above. At the first start nothing was written yet."""
+    try:
+        _keep((FOLDER / "servers").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return 0
     return 0
 
 
@@ -206,6 +301,7 @@ def main(arguments: Sequence[str]) -> int:
         sub.add_argument("instance")
         sub.add_argument("--limit-s", type=float, default=600.0)
     verbs.add_parser("save")
+    verbs.add_parser("fit")
     verbs.add_parser("status")
     given = parser.parse_args(arguments)
     try:
@@ -215,6 +311,8 @@ def main(arguments: Sequence[str]) -> int:
             return reopen(given.instance, given.limit_s)
         if given.verb == "save":
             return save()
+        if given.verb == "fit":
+            return fit()
         _say(
             {
                 "digest": loaded_digest(ask("show info")),

@@ -17,15 +17,21 @@ from v100ctl.errors import EXIT_OK
 def command(output_kind: str, hosts: HostOptions, output: Path | None) -> int:
     """Print the fleet's servers for a gateway of your own; no host is asked.
 
-    `nginx` are upstreams, `litellm` is the configuration of LiteLLM's proxy (which reads keys from its own environment),
-    `prometheus` is a file for `file_sd_configs`.
+    `nginx` are upstreams, `litellm` is the configuration of LiteLLM's proxy (which reads keys from its own environment, that of
+    `chat` from $V100_CHAT_KEY), `prometheus` is a file for `file_sd_configs`. Servers that listen on loopback alone are left out.
 
     \b
     v100ctl gateway nginx -i inventory/hosts.yml -o /etc/nginx/conf.d/llm.conf
     """
-    from v100ctl.plan.fleet_gateway import render_for, servers_of
+    from v100ctl.plan.fleet_gateway import reachable, render_for, servers_of
 
     fleet = hosts.fleet()
     servers = servers_of({name: (host.variables, host.config) for name, host in fleet.hosts.items()})
-    write_output(render_for(output_kind, servers), output)
+    found = reachable(servers)
+    write_output(render_for(output_kind, found), output)
+    for server in servers:
+        if server not in found:
+            click.echo(f"warning: {server.host}/{server.instance} listens on loopback alone (`listen`) and is left out", err=True)
+    if not found:
+        click.echo("warning: no host has an instance that another host reaches (`llm_server_instances`)", err=True)
     return EXIT_OK

@@ -5,7 +5,6 @@ The servers are those that a gateway is told of (:mod:`v100ctl.plan.fleet_gatewa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import yaml
 from v100ctl.catalog import Catalog
 from v100ctl.fleet import GatewayServer, HostConfig
 from v100ctl.plan import present_instances
-from v100ctl.plan.fleet_gateway import servers_of
+from v100ctl.plan.fleet_gateway import reached_at, server_name, servers_of
 from v100ctl.plan.gateway import address_of
 from v100ctl.plan.profiles import applied as with_profile
 from v100ctl.plan.render import MANAGED_HEADER
@@ -79,14 +78,9 @@ def _exporters(hosts: Hosts, *, dcgm: bool) -> Iterator[dict[str, Any]]:
     for name, (variables, config) in sorted(hosts.items()):
         if not config.monitoring_enabled or (dcgm and not config.monitoring_dcgm):
             continue
-        address = config.gateway_address or str(variables.get("ansible_host") or name)
+        address = reached_at(name, variables, config)
         port = config.monitoring_dcgm_port if dcgm else config.monitoring_port
-        yield {"targets": [address_of(address, port)], "labels": {"host": _host(name)}}
-
-
-def _host(name: str) -> str:
-    # As `servers_of` writes it.
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        yield {"targets": [address_of(address, port)], "labels": {"host": server_name(name)}}
 
 
 def unreachable_of(hosts: Hosts, catalog: Catalog) -> list[str]:

@@ -167,7 +167,7 @@ def plan(
     unused = unused_models(models, facts)
     care, care_files, care_packages = upkeep.decide_upkeep(host, config, facts, planner.specs, planner.instances, catalog)
     if config.gateway_placement == "fleet":
-        front, front_files, front_packages = fleet_gateway.decide(config, distribution)
+        front, front_files, front_packages = fleet_gateway.decide(config, facts, distribution)
     else:
         front, front_files = gateway.decide_gateway(config, facts, planner.public, planner.instances)
         front_packages = (gateway.PACKAGE,) if front and front.state == "started" else ()
@@ -188,7 +188,7 @@ def plan(
         *store_rules(host, planner.specs, config, unused, planner.llama_cpp_row),
         *gateway.host_rules(config, facts, distribution),
         *gateway.gateway_rules(config, facts, planner.public, going, planner.leaving),
-        *fleet_gateway.fleet_rules(config),
+        *fleet_gateway.fleet_rules(config, facts, going),
         *firewall.firewall_rules(config, facts, ports),
         *planner.instance_verdicts,
         *upkeep.upkeep_rules(config, planner.specs, planner.instances, catalog),

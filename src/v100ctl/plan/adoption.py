@@ -109,6 +109,10 @@ def stays(occupant: Occupant) -> tuple[str, str] | None:
     return None
 
 
+#: Addresses that stand for all of a host's.
+_EVERYWHERE = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared
+
+
 def _undo(occupant: Occupant) -> str:
     """What brings it back, for a shell on the host."""
     if _is_unit(occupant):
@@ -129,10 +133,19 @@ def adopts(host: str, name: str, config: HostConfig) -> bool:
 
 def taking(spec: InstanceSpec, facts: Facts, ours: Collection[str]) -> Iterator[Listener]:
     """Who else listens where ``spec`` wants to. ``ours``: units that may, or that are stopped before."""
+    yield from holding(spec.listen, spec.port, facts, ours)
+
+
+def holding(listen: str, port: int, facts: Facts, ours: Collection[str]) -> Iterator[Listener]:
+    """Who else has a port of an address. ``ours``: units that may, or that are stopped before."""
     for listener in facts.listeners:
-        same_address = listener.address in (spec.listen, "0.0.0.0", "::", "*") or spec.listen in ("0.0.0.0", "::")  # noqa: S104 - compared
-        if listener.port == spec.port and same_address and listener.unit not in ours:
+        if listener.port == port and overlap(listener.address, listen) and listener.unit not in ours:
             yield listener
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two cannot listen on the same port of these addresses."""
+    return one == other or not _EVERYWHERE.isdisjoint((one, other))
 
 
 class Place(NamedTuple):

@@ -20,11 +20,15 @@ _COMMENT = "v100ctl"
 
 def public_ports(config: HostConfig, public: Mapping[str, InstanceSpec], gateway: GatewayDecision | None) -> dict[int, str]:
     """The ports that others than the host itself reach, with their instances."""
-    if config.gateway_placement == "fleet":
-        fronts = gateway.fronts if gateway is not None else ()
-        found = {int(front.bind.rpartition(":")[2]): front.instance for front in fronts}
-        return {} if ipaddress.ip_address(config.gateway_listen).is_loopback else found
-    return {spec.port: name for name, spec in sorted(public.items()) if not ipaddress.ip_address(spec.listen).is_loopback}
+    found = {spec.port: name for name, spec in sorted(public.items()) if not ipaddress.ip_address(spec.listen).is_loopback}
+    if (
+        config.gateway_placement == "fleet"
+        and gateway is not None
+        and not ipaddress.ip_address(config.gateway_listen).is_loopback
+    ):
+        # Beside those of the host's own engines: the gateway of the fleet is not what is in front of them here.
+        found |= {int(front.bind.rpartition(":")[2]): front.instance for front in gateway.fronts}
+    return found
 
 
 def decide(config: HostConfig, facts: Facts, ports: Mapping[int, str]) -> FirewallDecision | None:

@@ -6,6 +6,7 @@ With it a restart costs no request: those that run end first, and new ones wait.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,7 +65,7 @@ def decide_gateway(
         public: The instances as the inventory has them.
         instances: The same as they are started.
     """
-    maps = [path for path, file in sorted(facts.files.items()) if path.startswith(f"{KEYS_FOLDER}/") and file.kind == "file"]
+    maps = key_maps(facts)
     if config.gateway_placement != "host" or not instances:
         left = [path for path in FILES if path in facts.files and facts.files[path].kind == "file"]
         ours = any((facts.files[path].content or "").startswith(f"# {MANAGED_HEADER}\n") for path in left)
@@ -75,7 +76,7 @@ def decide_gateway(
             instance=name,
             bind=address_of(public[name].listen, public[name].port),
             engine=address_of(instance.listen, instance.port),
-            health_path=urlsplit(instance.health_url).path,
+            health_path=_path(instance.health_url),
             keys_file=_keys_path(name) if public[name].keys else "",
         )
         for name, instance in sorted(instances.items())
@@ -88,6 +89,11 @@ def decide_gateway(
     digest, files = haproxy_files("gateway/haproxy.cfg.j2", values, keys)
     unwanted = tuple(path for path in maps if path not in {file.path for file in keys})
     return GatewayDecision(UNIT, "started", digest, fronts, unwanted), files
+
+
+def key_maps(facts: Facts) -> tuple[str, ...]:
+    """The files of keys that a gateway on the host has."""
+    return tuple(path for path, file in sorted(facts.files.items()) if path.startswith(f"{KEYS_FOLDER}/") and file.kind == "file")
 
 
 def haproxy_files(
@@ -126,6 +132,12 @@ def haproxy_files(
     )
 
 
+def _path(url: str) -> str:
+    # With its query: an engine may want one.
+    parts = urlsplit(url, allow_fragments=False)
+    return f"{parts.path}?{parts.query}" if parts.query else parts.path
+
+
 def _keys_path(instance: str) -> str:
     return f"{KEYS_FOLDER}/{instance}.keys"
 
@@ -141,6 +153,15 @@ def _keys_file(name: str, spec: InstanceSpec) -> ManagedFile:
 def address_of(listen: str, port: int) -> str:
     """``ADDRESS:PORT``, with brackets where the address holds colons."""
     return f"[{listen}]:{port}" if ":" in listen else f"{listen}:{port}"
+
+
+def is_ip_address(address: str) -> bool:
+    """Whether it is the address itself and no name that has to be looked up."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
 
 
 def host_rules(config: HostConfig, facts: Facts, distribution: Distribution | None) -> Iterator[Rule]:

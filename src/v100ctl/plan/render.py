@@ -66,6 +66,17 @@ def _quoted(escaped: str, *, bare: str) -> str:
     return f'"{"".join(pieces)}"'
 
 
+def haproxy_word(value: str) -> str:
+    """``value`` as one word of HAProxy's configuration, where a ``#`` starts a comment also in the middle of a word.
+
+    Between single quotes nothing has a meaning ("2.2. Quoting and escaping" of its manual).
+    """
+    if value and set(value) <= _BARE | {"?", "&", "[", "]"}:
+        return value
+    quoted = value.replace("'", "'\\''")
+    return f"'{quoted}'"
+
+
 def argument_lines(argv: tuple[str, ...] | list[str]) -> list[str]:
     """``argv`` as lines for a unit: the program, then one flag with its value a line, so that a diff shows one flag."""
     words = [systemd_escape(word) for word in argv]
@@ -101,6 +112,7 @@ def _environment() -> Environment:
     )
     environment.filters["systemd_argument_lines"] = argument_lines
     environment.filters["systemd_environment"] = lambda mapping: [systemd_escape_environment(k, v) for k, v in mapping.items()]
+    environment.filters["haproxy_word"] = haproxy_word
     environment.globals["managed_header"] = MANAGED_HEADER
     return environment
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.history import History, LockedError, State, go_back, read_history
 from v100ctl.plan import gateway
+from v100ctl.plan.fleet_gateway import server_name
 from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import alone_on, fetch, provision
 from v100ctl.rollback import connection_to
@@ -224,7 +224,7 @@ class FleetActions:
 
     def _servers(self, name: str) -> list[tuple[str, str]]:
         """The gateways in front of a host, each with what it calls a server there."""
-        called = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+        called = server_name(name)
         return [
             (front, f"{server.instance}@{server.host}")
             for front, host in self._fleet.gateways.items()

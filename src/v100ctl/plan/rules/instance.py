@@ -279,5 +279,6 @@ def fleet_of_one_rules(config: HostConfig) -> Iterator[Rule]:
                 f"the model {path} is given with {len(sha256s)} values of sha256: {', '.join(sorted(sha256s))}",
                 f"one: `sha256sum {path}` on the host prints it",
             )
-    if not by_port:
+    # In front of others a host need not serve itself.
+    if not by_port and config.gateway_placement != "fleet":
         yield Rule("nothing-to-serve", "info", "no instance is configured for this host", "an entry in `llm_server_instances`")
