@@ -191,6 +191,14 @@ def test_a_failed_canary_returns_and_nobody_follows(fault: str) -> None:
         assert "10.0 tokens/s instead of 100.0 before (10 %, and 90 % are asked for)" in rollout.hosts["h0"].problem
 
 
+@pytest.mark.parametrize(("count", "options"), [(1, {}), (3, {"batch": "1"})])
+def test_one_that_fails_last_stops_the_rollout_too(count: int, options: dict[str, Any]) -> None:
+    last = f"h{count - 1}"
+    fleet = fleet_of(count, **{last: "garbage"})
+    rollout, _ = run(fleet, new_rollout(list(fleet.hosts), **options))
+    assert (rollout.status, rollout.failed) == ("stopped", [last])
+
+
 def test_a_host_that_does_not_return_is_said_to_be_lost() -> None:
     fleet = fleet_of(3, h1="gone")
     fleet.hosts["h1"].up = False
@@ -217,6 +225,23 @@ def test_what_cannot_be_prepared_drains_nobody() -> None:
     assert (rollout.status, rollout.exit_code) == ("stopped", 1)
     assert fleet.most_out == 0
     assert all(host.runs == "old" for host in fleet.hosts.values())
+
+
+@pytest.mark.parametrize("step", ["prepare", "apply"])
+@pytest.mark.parametrize("error", [V100ctlError("Ansible was killed"), OSError(28, "No space left on device", "/tmp/x")])
+def test_what_cannot_be_run_at_all_leaves_nobody_outside(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
+    fleet = fleet_of(4)
+
+    def fails(_names: Sequence[str]) -> Mapping[str, V100ctlError]:
+        raise error
+
+    monkeypatch.setattr(fleet, step, fails)
+    rollout, disk = run(fleet, new_rollout(list(fleet.hosts), canary=2))
+    assert (rollout.status, rollout.exit_code) == ("stopped", 1)
+    assert rollout.failed == (["h0", "h1"] if step == "apply" else list(fleet.hosts))
+    assert all(host.good and host.runs == "old" for host in fleet.hosts.values())
+    assert not disk.load().unfinished
+    assert str(getattr(error, "strerror", error)) in rollout.hosts["h0"].problem
 
 
 def test_a_host_whose_servers_go_on_is_not_drained() -> None:

@@ -120,7 +120,7 @@ class Machine:
                 host.phase = "untouched"
         # Those that were prepared for nothing, or went back because of another one, have no problem of their own.
         left = any(host.phase == "lost" or (host.phase != "done" and not host.problem) for host in rollout.hosts.values())
-        rollout.status = "aborted" if aborted else "stopped" if left else "done"
+        rollout.status = "aborted" if aborted else "stopped" if left or not self._may_go_on() else "done"
         rollout.ended = now()
         self._save(rollout)
 
@@ -147,9 +147,9 @@ class Machine:
             return True
         waiting = [name for name, host in rollout.hosts.items() if host.phase == "waiting"]
         began_s, at = self._clock(), now()
-        problems = self._actions.prepare(waiting) if waiting else {}
+        problems = self._run_over(waiting, self._actions.prepare) if waiting else {}
         for name in waiting:
-            problem = problems[name].message if name in problems else ""
+            problem = problems.get(name, "")
             rollout.hosts[name].events.append(Event("prepare", at, round(self._clock() - began_s, 3), problem))
             self._tell(name, "prepare", problem)
             rollout.hosts[name].problem = problem
@@ -169,9 +169,9 @@ class Machine:
                 host.phase = "applying"
             self._save(self.rollout)
             began_s, at = self._clock(), now()
-            problems = self._actions.apply([host.name for host in ready])
+            problems = self._run_over([host.name for host in ready], self._actions.apply)
             for host in ready:
-                problem = problems[host.name].message if host.name in problems else ""
+                problem = problems.get(host.name, "")
                 self._note(host, "apply", at, began_s, problem)
                 host.problem = problem
             self._save(self.rollout)
@@ -179,6 +179,17 @@ class Machine:
         failed = [host for host in hosts if host not in good]
         if failed:
             self._give_back(failed)
+
+    @staticmethod
+    def _run_over(names: Sequence[str], action: Callable[[Sequence[str]], Mapping[str, V100ctlError]]) -> dict[str, str]:
+        """What was wrong with which host. What cannot be run at all has failed on each: those that are out have to get back."""
+        try:
+            return {name: problem.message for name, problem in action(names).items()}
+        except V100ctlError as error:
+            return dict.fromkeys(names, error.message)
+        except OSError as error:
+            # The controller's own disk, or a program that it cannot start.
+            return dict.fromkeys(names, f"{error.filename or 'the controller'}: {error.strerror or error}")
 
     def _take_out(self, host: HostState) -> None:
         self._enter(host, "draining")
