@@ -13,11 +13,12 @@ import pytest
 
 from v100ctl.access import Access
 from v100ctl.apply.reporter import make_reporter
-from v100ctl.errors import UnreachableError
+from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.rollout import actions as module
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.state import Event, HostState, Options, RolloutError
+from v100ctl.serving import Completion, ServingError
 
 STATE: dict[str, Any] = {
     "id": "20261130T040000Z",
@@ -113,3 +114,37 @@ def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, wai
     assert len(waited) == 2
     with pytest.raises(Exception, match="another one goes back"):
         lead_back(looked("20261130T030000Z"), busy, return_limit_s=0.0)
+
+
+SERVED = {"digest": "d", "unit": "v100-chat.service", "url": "http://127.0.0.1:1/v1", "model": "m", "keys_file": ""}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, error: V100ctlError, *, may_be_silent: bool) -> dict[str, float]:
+    """What is measured of a host whose `chat` answers, and of whose `embed` one learns ``error``."""
+    instances = {name: {**SERVED, "unit": f"v100-{name}.service"} for name in ("chat", "embed")}
+    session = PlayedSession((0, {"current": STATE["id"], "previous": None, "states": [{**STATE, "instances": instances}]}))
+
+    @contextlib.contextmanager
+    def opened(_connection: object) -> Iterator[PlayedSession]:
+        yield session
+
+    def ask(_session: object, instance: dict[str, Any], *_: Any, **__: Any) -> Completion:
+        if instance["name"] == "embed":
+            raise error
+        return Completion("a GPU computes", 3, 50.0, 0.1)
+
+    monkeypatch.setattr(module, "open_session", opened)
+    monkeypatch.setattr(module, "ask", ask)
+    fleet = Fleet({"a": FleetHost("a", {"ansible_host": "192.0.2.1"}, parse_config("a", {}))})
+    actions = FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options())
+    return actions.speed(HostState("a"), may_be_silent=may_be_silent)
+
+
+def test_what_does_not_answer_before_is_left_out_and_afterwards_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = ServingError("embed did not answer")
+    assert measured(monkeypatch, silent, may_be_silent=True) == {"chat": 50.0}
+    with pytest.raises(ServingError, match="embed did not answer"):
+        measured(monkeypatch, silent, may_be_silent=False)
+    # A host that is away is no server that is silent.
+    with pytest.raises(UnreachableError):
+        measured(monkeypatch, UnreachableError("a does not answer"), may_be_silent=True)

@@ -80,9 +80,11 @@ class PlayedFleet:
         self.effect()
         return self.reach(host.name).history[-1]
 
-    def speed(self, host: HostState) -> dict[str, float]:
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
         self.effect()
         if not self.reach(host.name).serves:
+            if may_be_silent:
+                return {}
             raise V100ctlError("nobody answers")
         slow = self.hosts[host.name].runs == "new" and self.faults.get(host.name) == "slow"
         return {"chat": 10.0 if slow else 100.0}
@@ -217,6 +219,14 @@ def test_so_many_may_fail() -> None:
     rollout, _ = run(fleet, new_rollout(list(fleet.hosts), max_failed=2))
     assert (rollout.status, rollout.exit_code, rollout.failed) == ("done", 1, ["h0", "h3"])
     assert sorted(host.runs for host in fleet.hosts.values()) == ["new"] * 4 + ["old"] * 2
+
+
+def test_a_host_that_does_not_serve_gets_what_mends_it() -> None:
+    fleet = fleet_of(3)
+    fleet.hosts["h0"].serves = False
+    rollout, _ = run(fleet, new_rollout(list(fleet.hosts)))
+    assert (rollout.status, rollout.exit_code) == ("done", 0)
+    assert (rollout.hosts["h0"].before, rollout.hosts["h0"].after) == ({}, {"chat": 100.0})
 
 
 def test_what_cannot_be_prepared_drains_nobody() -> None:

@@ -22,7 +22,7 @@ from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import alone_on, fetch, provision
 from v100ctl.rollback import connection_to
 from v100ctl.rollout.state import HostState, Options, RolloutError
-from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ask
+from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ServingError, ask
 
 #: What comes to a host beside what serves there.
 PREPARING_ROLES = ("cuda_toolkit", "llama_cpp", "external_engine", "vllm", "model_store")
@@ -131,13 +131,19 @@ class FleetActions:
             state = _present(_history(session, host.name))
         return state.id if state else None
 
-    def speed(self, host: HostState) -> dict[str, float]:
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
         """See there. Only what the engine itself says of its decoding, or else all of an answer's tokens by the clock."""
         found: dict[str, float] = {}
         with self._session(host.name) as session:
             state = _present(_history(session, host.name))
             for name, served in (state.served if state else {}).items():
-                answers = [_ask(session, name, served, MEASURING_PROMPT, MEASURED_TOKENS) for _ in range(MEASUREMENTS)]
+                try:
+                    answers = [_ask(session, name, served, MEASURING_PROMPT, MEASURED_TOKENS) for _ in range(MEASUREMENTS)]
+                except ServingError as error:
+                    if not may_be_silent:
+                        raise
+                    self._reporter.note(f"{host.name}: its speed before is not known: {error.message}")
+                    continue
                 speeds = [answer.tokens_per_second or answer.tokens / max(answer.elapsed_s, 1e-3) for answer in answers]
                 if max(speeds) > 0:
                     found[name] = round(max(speeds), 2)

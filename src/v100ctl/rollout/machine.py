@@ -31,8 +31,8 @@ class Actions(Protocol):
     def good_state(self, host: HostState) -> str | None:
         """The last state in the host's history that was proved; ``None`` where it has none."""
 
-    def speed(self, host: HostState) -> dict[str, float]:
-        """Tokens per second of each instance that serves, by name; what cannot be asked is left out."""
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
+        """Tokens per second of each instance, by name. With ``may_be_silent`` one that does not answer is left out."""
 
     def stop(self, host: HostState) -> None:
         """Nothing runs on the host's cards any more."""
@@ -198,7 +198,8 @@ class Machine:
         if not host.serves_meanwhile:
             self._step(host, "drain", lambda: self._actions.drain(host))
             if host.before is None:
-                host.before = self._step(host, "measure", lambda: self._actions.speed(host))
+                # What does not serve now may be what the rollout mends.
+                host.before = self._step(host, "measure", lambda: self._actions.speed(host, may_be_silent=True))
         # Written down before anything is changed: later the host is no longer what is measured here.
         self._save(self.rollout)
         if host.reboots:
