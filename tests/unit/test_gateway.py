@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,7 @@ class Haproxy:
         self.commands: list[str] = []
         self.running = 2
         self.status = "UP"
+        self.engine = "127.0.0.1:18000"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(folder / "admin.sock"))
         #: The keys that it has loaded, by the file that they came from.
@@ -239,6 +241,7 @@ class Haproxy:
         if command == "show servers state":
             return "1\n# be_id be_name\n"
         text = STATISTICS.format(status=self.status).replace(",0,0,2,2,,9", f",0,0,{self.running},2,,9")
+        text = text.replace("127.0.0.1:18000", self.engine)
         if self.status == "DRAIN":
             self.running = max(0, self.running - 1)
         return text
@@ -254,8 +257,9 @@ def control(tmp_path: Path) -> Any:
     module.KEYS = tmp_path / "keys"
     module.KEYS.mkdir()
     module.POLL_S = 0.01
-    module.CONNECTIONS = tmp_path / "tcp"
-    module.CONNECTIONS.write_text(CONNECTIONS)
+    # A kernel without IPv6 has no second table.
+    module.CONNECTIONS = (tmp_path / "tcp", tmp_path / "tcp6")
+    module.CONNECTIONS[0].write_text(CONNECTIONS)
     return module
 
 
@@ -281,9 +285,34 @@ def test_drain_sees_what_a_process_before_still_serves(
     control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
     haproxy.running = 0
-    control.CONNECTIONS.write_text(CONNECTIONS + OPEN)
+    control.CONNECTIONS[0].write_text(CONNECTIONS + OPEN)
     assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
     assert json.loads(capsys.readouterr().out) == {"running": 1}
+
+
+@pytest.mark.parametrize("engine", ["", "<NOSRV>:0", "unix:1", "127.0.0.1", "[::1]:", "gpu1.example:8000"])
+def test_what_is_no_address_has_no_connections(control: Any, engine: str) -> None:
+    assert control.open_connections(CONNECTIONS + OPEN, engine) == 0
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the tables are written as the processor keeps its numbers")
+@pytest.mark.parametrize(
+    ("engine", "written"),
+    [
+        ("[::1]:18000", "00000000000000000000000001000000:4650"),
+        ("[2001:db8::a:7]:443", "B80D0120000000000000000007000A00:01BB"),
+    ],
+)
+def test_requests_to_servers_with_ipv6_are_waited_for(
+    control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str], engine: str, written: str
+) -> None:
+    haproxy.running, haproxy.engine = 0, engine
+    own = "00000000000000000000000001000000:A003"
+    control.CONNECTIONS[1].write_text(f"  sl  local_address remote_address st\n   0: {own} {written} 01 0:0\n")
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == control.EXIT_LIMIT
+    assert json.loads(capsys.readouterr().out) == {"running": 1}
+    control.CONNECTIONS[1].write_text(f"  sl  local_address remote_address st\n   0: {own} {written} 06 0:0\n")
+    assert control.main(["drain", "chat", "--limit-s", "0"]) == 0
 
 
 def test_open_lets_requests_in(control: Any, haproxy: Haproxy, capsys: pytest.CaptureFixture[str]) -> None:

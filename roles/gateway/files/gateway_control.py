@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import ipaddress
 import json
 import re
 import socket
@@ -37,7 +38,8 @@ KEYS = Path("/etc/v100ctl/gateway")
 ANSWER_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 POLL_S = 0.2
-CONNECTIONS = Path("/proc/net/tcp")
+#: Of IPv4 and IPv6; a kernel without IPv6 has the first alone.
+CONNECTIONS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 #: The state of a connection that is open, as the kernel writes it there.
 ESTABLISHED = "01"
 
@@ -114,23 +116,28 @@ def _entries(content: str) -> set[str]:
 
 
 def open_connections(table: str, engine: str) -> int:
-    """How many connections to ``engine`` (``127.0.0.1:PORT``) are open, from ``/proc/net/tcp``.
+    """How many connections to ``engine`` (``127.0.0.1:PORT``, ``[::1]:PORT``) are open, from ``/proc/net/tcp`` and ``tcp6``.
 
     A process that is about to end, since another has loaded a new configuration, still serves its requests and is not asked any
     more: what it serves is seen here. The gateway closes a connection to an engine with the answer, so that each is a request.
     """
     address, _, port = engine.rpartition(":")
-    if not port.isdigit():
+    try:
+        octets, number = ipaddress.ip_address(address.strip("[]")).packed, int(port)
+    except ValueError:
+        # A name that was not resolved yet, or a socket in a file: nothing is connected there by TCP.
         return 0
-    octets = address.split(".")
-    wanted = "".join(f"{int(octet):02X}" for octet in reversed(octets)) + f":{int(port):04X}"
+    # The kernel writes words of four octets, each as the number that it is to this processor.
+    words = [octets[start : start + 4] for start in range(0, len(octets), 4)]
+    wanted = "".join(word[::-1].hex() for word in words).upper() + f":{number:04X}"
     rows = (line.split() for line in table.splitlines()[1:])
     return sum(1 for row in rows if len(row) > 3 and row[2] == wanted and row[3] == ESTABLISHED)
 
 
 def _running(instance: str) -> int:
     server = _server(instance)
-    return max(server["running"], open_connections(CONNECTIONS.read_text(encoding="ascii"), server["engine"]))
+    tables = [path.read_text(encoding="ascii") for path in CONNECTIONS if path.is_file()]
+    return max(server["running"], sum(open_connections(table, server["engine"]) for table in tables))
 
 
 def _server(instance: str) -> JsonObject:
