@@ -7,6 +7,7 @@ controller: :data:`PROGRAM` does both. Here is what is filed there, and the way 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -176,14 +177,16 @@ def read_history(session: Runner, host: str) -> History:
 
 
 def find_state(history: History, text: str, host: str) -> State:
-    """The state that a person means by its time or the beginning of it (``20261130T0415``, ``2026-11-30 04:15``), in UTC.
+    """The state that a person means by its time or the beginning of it (``20261130T0415``, ``2026-11-30 04:15 UTC``), in UTC.
 
     Of several the newest is taken.
 
     Raises:
         HistoryError: there is none.
     """
-    wanted = "".join(character for character in text.upper().replace(" ", "T") if character not in "-:")
+    # As the table and the JSON document of `v100ctl history` have it, which say that it is UTC.
+    time = re.sub(r"(?: *UTC|(?<=[0-9])Z|\+00:?00)$", "", text.strip().upper())
+    wanted = re.sub(r"[-:]", "", re.sub(r"[ T]+", "T", time))
     found = next((state for state in history.states if wanted and state.id.startswith(wanted)), None)
     if found is None:
         known = ", ".join(state.id for state in history.states) or "none"
