@@ -15,6 +15,7 @@ from v100ctl.cli.options import (
     drain_limit_option,
     format_option,
     host_options,
+    not_nan,
     output_options,
     today,
     verbosity_option,
@@ -35,10 +36,26 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     return share
 
 
+def _batch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    from v100ctl.rollout.state import RolloutError, batch_size
+
+    try:
+        batch_size(value, 1)
+    except RolloutError as error:
+        raise click.BadParameter(error.message, ctx, parameter) from error
+    return value
+
+
 @click.command("rollout", short_help="Change a fleet host by host, gated, and lose no request.")
 @host_options
 @click.option("--canary", type=click.IntRange(min=0), default=1, show_default=True, help="How many hosts change first.")
-@click.option("--batch", default="25%", show_default=True, help="How many of the others at once: a number, or a share of all.")
+@click.option(
+    "--batch",
+    default="25%",
+    show_default=True,
+    callback=_batch,
+    help="How many of the others at once: a number, or a share of all.",
+)
 @click.option("--max-failed", type=click.IntRange(min=0), default=0, show_default=True, help="Go on while so many have failed.")
 @click.option(
     "--min-speed",
@@ -52,6 +69,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     "--settle",
     "settle_s",
     type=click.FloatRange(min=0, max=86400),
+    callback=not_nan,
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -68,6 +86,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     "--return-limit",
     "return_limit_s",
     type=click.FloatRange(min=0, max=86400),
+    callback=not_nan,
     default=900.0,
     show_default=True,
     metavar="SECONDS",

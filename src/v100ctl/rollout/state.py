@@ -180,17 +180,25 @@ def age(since: str) -> str:
     return "an unknown time"
 
 
+def batch_size(batch: str, hosts: int) -> int:
+    """How many of so many hosts a batch is, at least one.
+
+    Raises:
+        RolloutError: it is neither a number nor a share.
+    """
+    match = re.fullmatch(r"([0-9]{1,9})(%?)", batch.strip())
+    if match is None or int(match[1]) < 1:
+        raise RolloutError(f"`--batch {batch}`: write it as a number of hosts or as a share, such as `25%`")
+    return max(1, -(-hosts * int(match[1]) // 100) if match[2] else int(match[1]))
+
+
 def in_batches(names: Sequence[str], options: Options, most: int) -> list[list[str]]:
     """The canary, then the rest in batches. ``most``: so many at once leave somebody to serve.
 
     Raises:
         RolloutError: ``batch`` is neither a number nor a share.
     """
-    match = re.fullmatch(r"([0-9]+)(%?)", options.batch.strip())
-    if match is None or int(match[1]) < 1:
-        raise RolloutError(f"`--batch {options.batch}`: write it as a number of hosts or as a share, such as `25%`")
-    size = -(-len(names) * int(match[1]) // 100) if match[2] else int(match[1])
-    size = max(1, min(size, most))
+    size = max(1, min(batch_size(options.batch, len(names)), most))
     canary = min(options.canary, len(names))
     rest = list(names[canary:])
     first = [list(names[:canary][start : start + max(1, most)]) for start in range(0, canary, max(1, most))]
