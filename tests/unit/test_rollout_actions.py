@@ -15,6 +15,7 @@ from v100ctl.access import Access
 from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost, parse_config
+from v100ctl.history import HistoryError
 from v100ctl.rollout import actions as module
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.state import Event, HostState, Options, RolloutError
@@ -114,6 +115,22 @@ def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, wai
     assert len(waited) == 2
     with pytest.raises(Exception, match="another one goes back"):
         lead_back(looked("20261130T030000Z"), busy, return_limit_s=0.0)
+
+
+def test_a_history_that_cannot_be_read_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: Any = (1, ["Traceback"])
+    sessions = [PlayedSession((44, {})), PlayedSession(broken)]
+
+    @contextlib.contextmanager
+    def opened(_connection: object) -> Iterator[PlayedSession]:
+        yield sessions.pop(0)
+
+    monkeypatch.setattr(module, "open_session", opened)
+    fleet = Fleet({"a": FleetHost("a", {"ansible_host": "192.0.2.1"}, parse_config("a", {}))})
+    actions = FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options())
+    assert actions.good_state(HostState("a")) is None
+    with pytest.raises(HistoryError, match="failed with exit code 1"):
+        actions.good_state(HostState("a"))
 
 
 SERVED = {"digest": "d", "unit": "v100-chat.service", "url": "http://127.0.0.1:1/v1", "model": "m", "keys_file": ""}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,8 +14,8 @@ from v100ctl.apply import Reporter, Secrets, run_playbook
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
-from v100ctl.history import History, LockedError, State, go_back, read_history
-from v100ctl.plan import gateway
+from v100ctl.fronts import Fronts
+from v100ctl.history import History, LockedError, NoHistoryError, State, go_back, read_history
 from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import alone_on, fetch, provision
 from v100ctl.rollback import connection_to
@@ -30,16 +28,8 @@ PREPARING_ROLES = ("cuda_toolkit", "llama_cpp", "external_engine", "vllm", "mode
 MEASUREMENTS = 3
 MEASURED_TOKENS = 64
 MEASURING_PROMPT = "Write a story about a machine that learns to read."
-#: How long a gateway may take to answer that is being started anew.
-GATEWAY_RESTART_S = 60.0
-#: How long it may take to see a server healthy again.
-OPEN_LIMIT_S = 120.0
-RETRY_S = 1.0
 #: How long servers may take to stop: longer than their units allow them.
 STOP_LIMIT_S = 900.0
-
-#: Exit statuses of the gateway's program.
-_LIMIT, _NOT_RUNNING, _UNKNOWN, _NO_PROGRAM = 3, 4, 5, 2
 
 
 class FleetActions:
@@ -73,6 +63,7 @@ class FleetActions:
         self._options = options
         self._verbosity = verbosity
         self._sleep = sleep
+        self._fronts = Fronts(fleet.gateways, self._way_to, sleep=sleep)
 
     # --- before anything is drained ----------------------------------------------------------------------------------------
 
@@ -110,20 +101,11 @@ class FleetActions:
 
     def drain(self, host: HostState) -> None:
         """See there. In front of a host without a gateway of the fleet there is nobody to tell; its own gateway queues."""
-        for name, server in self._servers(host.name):
-            status, said = self._at_gateway(name, ["drain", server, "--limit-s", str(self._options.drain_limit_s)])
-            if status == _LIMIT:
-                raise RolloutError(
-                    f"{said.get('running', 'some')} requests to {server} still ran after {self._options.drain_limit_s:g} s",
-                    hint="try again later, or with a longer `--drain-limit`",
-                )
+        self._fronts.drain(host.name, self._options.drain_limit_s)
 
     def open(self, host: HostState) -> None:
         """See there."""
-        for name, server in self._servers(host.name):
-            status, said = self._at_gateway(name, ["open", server, "--limit-s", str(OPEN_LIMIT_S)])
-            if status == _LIMIT:
-                raise RolloutError(f"the gateway {name} does not see {server} healthy: {said.get('status', 'no word')}")
+        self._fronts.open(host.name)
 
     def good_state(self, host: HostState) -> str | None:
         """See there."""
@@ -224,50 +206,11 @@ class FleetActions:
         )
 
     def _session(self, name: str) -> AbstractContextManager[Session]:
-        host: FleetHost = self._fleet.hosts.get(name) or self._fleet.gateways[name]
+        return self._way_to(self._fleet.hosts[name])
+
+    def _way_to(self, host: FleetHost) -> AbstractContextManager[Session]:
         connection: Connection = connection_to(host, self._access)
         return open_session(connection)
-
-    def _servers(self, name: str) -> list[tuple[str, str]]:
-        """The gateways in front of a host, each with what it calls a server there."""
-        called = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-        return [
-            (front, f"{server.instance}@{server.host}")
-            for front, host in self._fleet.gateways.items()
-            for server in host.config.gateway_servers
-            if server.host == called
-        ]
-
-    def _at_gateway(self, name: str, words: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """One call of a gateway's program; 0 where it does not know the server. One that is being started anew is waited for.
-
-        Raises:
-            RolloutError: it does not run.
-            UnreachableError: its host does not answer.
-        """
-        deadline_s = time.monotonic() + GATEWAY_RESTART_S
-        command = ["python3", "-I", "-S", "-B", gateway.PROGRAM, *words]
-        while True:
-            problem: V100ctlError
-            try:
-                with self._session(name) as session:
-                    done = session.run(command, timeout_s=self._options.drain_limit_s + OPEN_LIMIT_S + 60.0, become=True)
-            except UnreachableError as error:
-                problem = error
-            else:
-                if done.rc in (_UNKNOWN, _NO_PROGRAM):
-                    # It has not been made yet, or was not told of the server yet: no request comes from there.
-                    return 0, {}
-                if done.rc in (0, _LIMIT):
-                    document = json.loads(done.stdout)
-                    return done.rc, document if isinstance(document, dict) else {}
-                said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-                problem = RolloutError(f"the gateway on {name} fails: {said[-1] if said else f'exit code {done.rc}'}")
-                if done.rc != _NOT_RUNNING:
-                    raise problem
-            if time.monotonic() >= deadline_s:
-                raise problem
-            self._sleep(RETRY_S)
 
 
 def _preparing_roles(state: Examined) -> list[str]:
@@ -285,11 +228,9 @@ def _ask(session: Session, name: str, served: Mapping[str, str], prompt: str, ma
 
 
 def _history(session: Session, host: str) -> History:
-    from v100ctl.history import HistoryError
-
     try:
         return read_history(session, host)
-    except HistoryError:
+    except NoHistoryError:
         # Bare, or of an older version: there is nothing to go back to, and nothing is measured.
         return History(())
 
