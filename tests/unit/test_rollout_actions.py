@@ -16,6 +16,7 @@ from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.history import HistoryError
+from v100ctl.provision import ProvisionResult
 from v100ctl.rollout import actions as module
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.state import Event, HostState, Options, RolloutError
@@ -165,3 +166,27 @@ def test_what_does_not_answer_before_is_left_out_and_afterwards_has_failed(monke
     # A host that is away is no server that is silent.
     with pytest.raises(UnreachableError):
         measured(monkeypatch, UnreachableError("a does not answer"), may_be_silent=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {}),
+        ({"start_limit_s": 30}, {"llm_server_start_limit_s": 30}),
+        # A host's own gateway is drained by its role.
+        ({"drain_limit_s": 3600.0}, {"gateway_drain_limit_s": 3600}),
+        ({"drain_limit_s": 0.5}, {"gateway_drain_limit_s": 1}),
+    ],
+)
+def test_limits_reach_the_roles(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: dict[str, Any]) -> None:
+    given: dict[str, Any] = {}
+
+    def provision(_fleet: Fleet, **arguments: Any) -> ProvisionResult:
+        given.update(arguments["variables"])
+        return ProvisionResult({})
+
+    monkeypatch.setattr(module, "provision", provision)
+    fleet = Fleet({"a": FleetHost("a", {}, parse_config("a", {}))})
+    FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options(**options)).apply(["a"])
+    assert given == {"model_store_unused": [], **wanted}
+    assert not [value for value in given.values() if isinstance(value, float)], "the roles take whole seconds"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import Any
 
-from v100ctl.access import Access
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S, Access
 from v100ctl.apply import Reporter, Secrets, run_playbook
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined, examine
@@ -178,6 +179,9 @@ class FleetActions:
         variables: dict[str, Any] = {"model_store_unused": []}
         if self._options.start_limit_s is not None:
             variables["llm_server_start_limit_s"] = self._options.start_limit_s
+        if self._options.drain_limit_s != DEFAULT_DRAIN_LIMIT_S:
+            # For hosts with a gateway of their own. What the inventory says of it counts unless something else was asked for.
+            variables["gateway_drain_limit_s"] = math.ceil(self._options.drain_limit_s)
         result = provision(
             batch,
             access=self._access,
