@@ -109,6 +109,38 @@ def test_where_nothing_was_proved_there_is_nothing_to_go_back_to(host: HostState
         lead_back(host, *answers)
 
 
+OLDER, NEWER = {**STATE, "id": "20261129T040000Z"}, {**STATE, "id": "20261130T050000Z"}
+GIVEN_UP = Event("go back", "2026-11-30T04:10:00+00:00", 900.0, "a: it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("good", "known", "aim"),
+    [
+        # It was away, and is as it was left.
+        (STATE["id"], [NEWER, STATE, OLDER], STATE["id"]),
+        # Somebody has provisioned it by hand since.
+        (None, [NEWER], NEWER["id"]),
+        (STATE["id"], [NEWER, OLDER], NEWER["id"]),
+        (STATE["id"], [NEWER, {**STATE, "missing": ["/var/lib/v100ctl/models/x.gguf"]}], NEWER["id"]),
+    ],
+)
+def test_one_that_was_lost_serves_what_was_proved_since(
+    lead_back: Any, good: str | None, known: list[dict[str, Any]], aim: str
+) -> None:
+    host = looked(good)
+    host.events.append(GIVEN_UP)
+    calls = lead_back(host, listing(*known), (0, RESTORED))
+    assert calls[-1][-2:] == ["--to", aim]
+    assert host.good == aim
+
+
+def test_one_that_was_lost_and_serves_nothing_stays_so(lead_back: Any) -> None:
+    host = looked(None)
+    host.events.append(GIVEN_UP)
+    with pytest.raises(RolloutError, match="once `v100ctl provision --limit a` has made it serve"):
+        lead_back(host, (44, {}))
+
+
 def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, waited: list[float]) -> None:
     busy = (LOCKED, {"id": None, "changed": False, "problem": "another one goes back on this host right now"})
     calls = lead_back(looked("20261130T030000Z"), busy, busy, (0, RESTORED))

@@ -176,11 +176,7 @@ def command(
                 click.echo(captured.get(), err=True)
                 if not (sys.stdin.isatty() and click.confirm("Go on?", err=True)):
                     raise UsageError("nobody said yes", hint="`--yes` says so")
-        try:
-            carry_out(rollout, fleet, access, reporter, abort=abort, resumed=resume, verbosity=verbosity)
-        except KeyboardInterrupt:
-            reporter.hint("`v100ctl rollout --resume` goes on from here, `v100ctl rollout --abort` leads back")
-            raise
+        rollout = carry_out(rollout, fleet, access, reporter, abort=abort, resumed=resume, verbosity=verbosity)
     finally:
         reporter.close()
     _write(rollout, output_format, output, no_color=no_color)

@@ -154,13 +154,11 @@ class FleetActions:
         while True:
             try:
                 with self._session(host.name) as session:
-                    if host.good is None and not host.looked and (state := _present(_history(session, host.name))):
-                        # It was away before its turn: what it is in is what it was in.
-                        host.good = state.id
+                    host.good = _aim(session, host)
                     if host.good is None:
                         raise RolloutError(
-                            f"{host.name} has no earlier state to go back to",
-                            hint=f"`v100ctl audit --limit {host.name}` says what it lacks",
+                            f"{host.name} has no earlier state to go back to; once `v100ctl provision --limit {host.name}` has "
+                            "made it serve, `v100ctl rollout --resume` lets requests in"
                         )
                     go_back(session, host.name, to=host.good, drain_limit_s=self._options.drain_limit_s)
                 return
@@ -237,6 +235,19 @@ def _history(session: Session, host: str) -> History:
     except NoHistoryError:
         # Bare, or of an older version: there is nothing to go back to, and nothing is measured.
         return History(())
+
+
+def _aim(session: Session, host: HostState) -> str | None:
+    """The state that a host goes back to."""
+    if not host.given_up and (host.good is not None or host.looked):
+        return host.good
+    # It was away before its turn: what it is in is what it was in. Or it could not go back, and somebody has looked after it
+    # since: what was proved there by now counts where the state of then is no longer there.
+    history = _history(session, host.name)
+    if any(state.id == host.good and not state.missing for state in history.states):
+        return host.good
+    state = _present(history)
+    return state.id if state else host.good
 
 
 def _present(history: History) -> State | None:

@@ -86,6 +86,11 @@ class HostState:
     events: list[Event] = field(default_factory=list)
 
     @property
+    def given_up(self) -> bool:
+        """Whether it could not go back before: since then somebody may have mended it by hand."""
+        return any(event.step == "go back" and event.problem for event in self.events)
+
+    @property
     def looked(self) -> bool:
         """Whether its history was read before anything was changed: without a good state there then is none."""
         return any(event.step == "look" and not event.problem for event in self.events)
@@ -131,9 +136,14 @@ class Rollout:
         return [name for name, host in self.hosts.items() if host.problem]
 
     @property
+    def held(self) -> dict[str, HostState]:
+        """The hosts that no other rollout may touch: all of one that was cut off, and those that one that has ended has lost."""
+        return {name: host for name, host in self.hosts.items() if self.status == "running" or host.phase not in AT_REST}
+
+    @property
     def unfinished(self) -> bool:
         """Whether something is left to be gone on with, or to be brought back."""
-        return self.status == "running" or any(host.phase not in AT_REST for host in self.hosts.values())
+        return self.status == "running" or bool(self.held)
 
     @property
     def exit_code(self) -> int:
@@ -239,19 +249,49 @@ def save(rollout: Rollout) -> None:
 
 
 def load_all() -> Iterator[Rollout]:
-    """Every rollout that was written down, the newest first."""
+    """Every rollout that was written down, the newest first.
+
+    Raises:
+        RolloutError: one of them cannot be read: nobody knows which hosts it has left where.
+    """
     for path in sorted(folder().glob("*.json"), reverse=True) if folder().is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            if document.get("schema") == SCHEMA:
-                yield Rollout.from_json(document)
+            if document["schema"] != SCHEMA:
+                raise ValueError("another version's")
+            rollout = Rollout.from_json(document)
+        except FileNotFoundError:
+            # Another run has just forgotten it.
+            continue
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RolloutError(
+                f"{path}, where a rollout was written down, cannot be read ({type(error).__name__}: {error})",
+                hint="resume it with the v100ctl that began it; or move the file away once no host of it is out of the gateway",
+            ) from error
+        yield rollout
+
+
+def load(identifier: str) -> Rollout:
+    """What was written down of one rollout.
+
+    Raises:
+        RolloutError: nothing is, or not any more.
+    """
+    for rollout in load_all():
+        if rollout.id == identifier:
+            return rollout
+    raise RolloutError("what was written down of the rollout is gone", hint="`v100ctl rollout` begins one")
 
 
 def unfinished(addresses: Iterable[str]) -> Rollout | None:
-    """The rollout over any of these hosts that was not ended."""
+    """The rollout that still holds any of these hosts.
+
+    Raises:
+        RolloutError: what was written down of one cannot be read.
+    """
     wanted = set(addresses)
     for rollout in load_all():
-        if rollout.unfinished and wanted & {host.address for host in rollout.hosts.values()}:
+        if wanted & {host.address for host in rollout.held.values()}:
             return rollout
     return None
 
