@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from v100ctl.access import Access
@@ -26,6 +28,7 @@ from v100ctl.rollout.state import HostState, Options, Phase, Rollout, RolloutErr
 from .factory import make_plan
 from .test_rollout_machine import PlayedFleet, PlayedHost
 
+ROOT = Path(__file__).resolve().parents[2]
 AS_OF = date(2026, 11, 30)
 CHANGE = Finding("file.content:/x", "drifted", "file", "llm_server", "a", "b", "error", "provision", restarts=("chat",))
 
@@ -209,3 +212,30 @@ def test_a_host_that_is_away_has_no_other_plan(play: Play, monkeypatch: pytest.M
     )
     play.wanted = {"a": "another"}
     assert play.carry_out(find_unfinished(inventory("a"), Access()), "a", resumed=True).hosts["a"].phase == "done"
+
+
+# --- what is told -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_document_has_the_exit_code_that_the_command_ends_with(play: Play) -> None:
+    schema = json.loads((ROOT / "docs/reference/rollout.schema.json").read_text("utf-8"))
+    planned = play.plan("a")
+    assert (planned.status, planned.exit_code) == ("planned", 2)
+    jsonschema.validate(planned.to_json(), schema)
+    ended = play.carry_out(planned, "a")
+    assert (ended.status, ended.exit_code) == ("done", 0)
+    jsonschema.validate(ended.to_json(), schema)
+    for phase, code in (("applying", 0), ("lost", 1)):
+        state.save(rollout_of(a="waiting", b=phase))
+        if phase == "lost":
+            play.fleet.faults["b"] = "gone"
+            play.fleet.hosts["b"].up = False
+        ended = play.carry_out(find_unfinished(inventory("b"), Access()), "b", abort=True)
+        assert (ended.status, ended.exit_code) == ("aborted", code)
+        jsonschema.validate(ended.to_json(), schema)
+    # What was ended stays ended when the one that was lost is back.
+    play.fleet.faults.clear()
+    ended = play.carry_out(find_unfinished(inventory("b"), Access()), "b", resumed=True)
+    assert (ended.status, ended.exit_code) == ("aborted", 0)
+    nothing = dataclasses.replace(planned, hosts={}, batches=[], status="done")
+    assert nothing.exit_code == 0

@@ -22,7 +22,7 @@ from v100ctl.cli.options import (
     write_output,
     write_table,
 )
-from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UsageError
+from v100ctl.errors import UsageError
 
 if TYPE_CHECKING:
     from v100ctl.rollout.state import Rollout
@@ -129,7 +129,8 @@ def command(
     there, or goes on within `--max-failed`. Everything is written down as it goes: after a crash or Ctrl-C `--resume` goes on
     and `--abort` leads back.
 
-    Exit code 0: every host has what is planned. 1: some have not. 2: `--check` found something to change.
+    Exit code 0: every host has what is planned, or is back as before `--abort`. 1: some have not, or are lost. 2: `--check` found
+    something to change.
 
     \b
     v100ctl rollout -i inventory/hosts.yml --check
@@ -162,13 +163,9 @@ def command(
                 start_limit_s=start_limit_s,
             )
             rollout = plan_rollout(fleet, access, reporter, today(), options)
-            if not rollout.hosts:
-                rollout.status = "done"
+            if check or not rollout.hosts:
                 _write(rollout, output_format, output, no_color=no_color)
-                return EXIT_OK
-            if check:
-                _write(rollout, output_format, output, no_color=no_color)
-                return EXIT_DIFFERENCES
+                return rollout.exit_code
             if not yes:
                 shown = console(no_color=no_color)
                 with shown.capture() as captured:
@@ -180,8 +177,6 @@ def command(
     finally:
         reporter.close()
     _write(rollout, output_format, output, no_color=no_color)
-    if abort:
-        return EXIT_ERROR if any(host.phase == "lost" for host in rollout.hosts.values()) else EXIT_OK
     return rollout.exit_code
 
 
@@ -198,7 +193,7 @@ def _write(rollout: Rollout, output_format: str, output: Path | None, *, no_colo
         with out.capture() as captured:
             if not rollout.hosts:
                 out.print("nothing to change")
-            elif rollout.status == "running":
+            elif rollout.status == "planned":
                 print_plan(out, rollout)
             else:
                 print_report(out, rollout)

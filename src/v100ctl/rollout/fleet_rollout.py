@@ -50,6 +50,7 @@ def plan_rollout(fleet: Fleet, access: Access, reporter: Reporter, as_of: date, 
         options=options,
         hosts={host.name: host for host in hosts},
         batches=batches,
+        status="planned" if hosts else "done",
     )
 
 
@@ -101,6 +102,7 @@ def carry_out(
                 raise RolloutError("the rollout has ended meanwhile", hint="`v100ctl rollout` begins one")
         else:
             _refuse_unfinished(addresses)
+            rollout.status = "running"
         fleet = dataclasses.replace(fleet, hosts=_needed(rollout, fleet, abort=abort))
         as_of = date.fromisoformat(rollout.as_of)
         if resumed and not abort:

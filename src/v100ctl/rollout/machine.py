@@ -120,6 +120,8 @@ class Machine:
                 host.phase = "untouched"
         # Those that were prepared for nothing, or went back because of another one, have no problem of their own.
         left = any(host.phase == "lost" or (host.phase != "done" and not host.problem) for host in rollout.hosts.values())
+        # One that was ended stays so, also where a host that it had lost is led back later.
+        aborted = aborted or rollout.status == "aborted"
         rollout.status = "aborted" if aborted else "stopped" if left or not self._may_go_on() else "done"
         rollout.ended = now()
         self._save(rollout)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from v100ctl.access import DEFAULT_DRAIN_LIMIT_S
-from v100ctl.errors import V100ctlError
+from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, V100ctlError
 from v100ctl.locks import Held, try_exclusive
 from v100ctl.paths import state_dir
 
@@ -34,7 +34,7 @@ Phase = Literal[
 ]
 #: Where nothing is under way.
 AT_REST: frozenset[str] = frozenset({"waiting", "done", "returned", "untouched"})
-Status = Literal["running", "done", "stopped", "aborted"]
+Status = Literal["planned", "running", "done", "stopped", "aborted"]
 
 
 class RolloutError(V100ctlError):
@@ -138,17 +138,25 @@ class Rollout:
     @property
     def held(self) -> dict[str, HostState]:
         """The hosts that no other rollout may touch: all of one that was cut off, and those that one that has ended has lost."""
-        return {name: host for name, host in self.hosts.items() if self.status == "running" or host.phase not in AT_REST}
+        return {name: host for name, host in self.hosts.items() if self._begun or host.phase not in AT_REST}
 
     @property
     def unfinished(self) -> bool:
         """Whether something is left to be gone on with, or to be brought back."""
-        return self.status == "running" or bool(self.held)
+        return self._begun or bool(self.held)
+
+    @property
+    def _begun(self) -> bool:
+        return self.status in ("planned", "running")
 
     @property
     def exit_code(self) -> int:
-        """0 where every host got what was planned."""
-        return 0 if all(host.phase == "done" for host in self.hosts.values()) else 1
+        """0 where every host got what was planned, or was led back as it was asked for; 2 where that is still to be done."""
+        if self.status == "planned":
+            return EXIT_DIFFERENCES
+        if self.status == "aborted":
+            return EXIT_ERROR if any(host.phase == "lost" for host in self.hosts.values()) else EXIT_OK
+        return EXIT_OK if all(host.phase == "done" for host in self.hosts.values()) else EXIT_ERROR
 
     def to_json(self) -> dict[str, Any]:
         """The document ``v100ctl/rollout/1``."""
