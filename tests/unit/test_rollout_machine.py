@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -348,6 +349,51 @@ def test_batches(count: int, options: dict[str, Any], most: int, sizes: list[int
     batches = in_batches(names, Options(**options), most)
     assert [len(batch) for batch in batches] == sizes
     assert [name for batch in batches for name in batch] == names
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "batches"),
+    [
+        # Of `b` there are two among many of `a`.
+        ("aaaaaabb", {"batch": "3"}, ["0", "123", "456", "7"]),
+        ("bbaaaaaa", {"canary": 2}, ["0", "1", "23", "45", "67"]),
+        # Hosts that serve nothing yet take nobody away.
+        ("aa--", {"batch": "100%", "canary": 0}, ["023", "1"]),
+        # One that alone serves a name has to go all the same.
+        ("abcd", {"batch": "2", "canary": 0}, ["01", "23"]),
+        ("ab", {"batch": "2", "canary": 0}, ["01"]),
+        # A host with several instances counts for each.
+        (["ab", "a", "b", "ab"], {"batch": "3", "canary": 0}, ["012", "3"]),
+        (["ab", "a", "b"], {"batch": "3", "canary": 0}, ["0", "12"]),
+    ],
+)
+def test_of_no_name_all_servers_are_out_at_once(missing: Sequence[str], options: dict[str, Any], batches: list[str]) -> None:
+    away = {str(number): [name for name in names if name != "-"] for number, names in enumerate(missing)}
+    servers = Counter(name for names in away.values() for name in names)
+    found = in_batches(list(away), Options(**options), len(away), missing=away, servers=servers)
+    assert ["".join(batch) for batch in found] == batches
+
+
+@pytest.mark.parametrize("batch", ["1", "100%"])
+@pytest.mark.parametrize(("servers", "left"), [(3, ["h2"]), (4, [])])
+def test_one_that_is_lost_is_missed_by_those_that_follow(batch: str, servers: int, left: list[str]) -> None:
+    fleet = fleet_of(3, h0="dies")
+    rollout = new_rollout(list(fleet.hosts), max_failed=2, batch=batch)
+    rollout.servers = {"chat": servers}
+    for host in rollout.hosts.values():
+        host.serves = ["chat"]
+    real, names = fleet.reach, list(fleet.hosts)
+    # h0 and h1 die and never come back; the fourth server, where there is one, is none of this rollout.
+    fleet.faults["h1"] = "dies"
+
+    def go_back(host: HostState) -> None:
+        real(host.name)
+
+    fleet.go_back = go_back  # type: ignore[method-assign]
+    run(fleet, rollout)
+    assert [host.phase for host in rollout.hosts.values()] == ["lost", "lost", "untouched" if left else "done"]
+    assert [name for name in names if "nobody would serve chat" in rollout.hosts[name].problem] == left
+    assert (rollout.status, rollout.exit_code) == ("stopped", 1)
 
 
 @pytest.mark.parametrize("batch", ["", "0", "-1", "half", "25 %"])

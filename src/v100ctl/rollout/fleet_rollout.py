@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, date, datetime
 
@@ -40,7 +41,14 @@ def plan_rollout(fleet: Fleet, access: Access, reporter: Reporter, as_of: date, 
     # Those that restart first: the canary has to try what may fail.
     hosts.sort(key=lambda host: host.serves_meanwhile)
     serving = sum(1 for found in examined.values() if found.plan is not None and found.plan.instances)
-    batches = state.in_batches([host.name for host in hosts], options, max(1, serving - 1))
+    servers = Counter(name for found in examined.values() for name in _serves(found))
+    batches = state.in_batches(
+        [host.name for host in hosts],
+        options,
+        max(1, serving - 1),
+        missing={host.name: host.missing for host in hosts},
+        servers=servers,
+    )
     begun = datetime.now(UTC)
     return Rollout(
         id=begun.strftime("%Y%m%dT%H%M%S%fZ"),
@@ -51,6 +59,7 @@ def plan_rollout(fleet: Fleet, access: Access, reporter: Reporter, as_of: date, 
         hosts={host.name: host for host in hosts},
         batches=batches,
         status="planned" if hosts else "done",
+        servers=dict(servers),
     )
 
 
@@ -198,6 +207,13 @@ def _address(found: Examined) -> str:
     return lock_path(found.host, found.connection).name
 
 
+def _serves(found: Examined) -> list[str]:
+    """Its instances that run now."""
+    if found.plan is None or found.facts is None:
+        return []
+    return sorted(item.name for item in found.plan.instances if found.facts.process_of(item.unit) is not None)
+
+
 def _host_state(found: Examined, address: str) -> HostState:
     roles = roles_that_mend(found.changes)
     return HostState(
@@ -207,6 +223,7 @@ def _host_state(found: Examined, address: str) -> HostState:
         changes=[finding.id for finding in found.changes],
         roles=list(roles),
         restarts=list(found.restarts),
+        serves=_serves(found),
         reboots=_changes_driver(found),
     )
 

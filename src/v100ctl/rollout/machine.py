@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from v100ctl.errors import V100ctlError
-from v100ctl.rollout.state import Event, HostState, Phase, Rollout, now
+from v100ctl.rollout.state import Event, HostState, Phase, Rollout, leaves_servers, now
 
 _Result = TypeVar("_Result")
 
@@ -96,7 +96,7 @@ class Machine:
             for batch in rollout.batches:
                 under_way = [rollout.hosts[name] for name in batch if rollout.hosts[name].phase not in _ENDED]
                 if under_way:
-                    self._advance(under_way)
+                    self._advance_while_others_serve(under_way)
                 if not self._may_go_on():
                     break
         if left := self._under_way():
@@ -161,6 +161,29 @@ class Machine:
         rollout.prepared = self._may_go_on()
         self._save(rollout)
         return rollout.prepared
+
+    def _advance_while_others_serve(self, hosts: Sequence[HostState]) -> None:
+        """One batch. Where a lost host is missed: one host after the other, and none that alone is left to serve something."""
+        if self._others_serve(hosts):
+            self._advance(hosts)
+            return
+        if begun := [host for host in hosts if host.phase != "waiting"]:
+            self._advance(begun)
+        for host in hosts:
+            if host.phase != "waiting" or not self._may_go_on():
+                continue
+            if self._others_serve([host]):
+                self._advance([host])
+                continue
+            host.problem = f"left as it is: while it is out nobody would serve {', '.join(host.missing)}"
+            self._tell(host.name, "wait", host.problem)
+            self._enter(host, "untouched")
+
+    def _others_serve(self, hosts: Sequence[HostState]) -> bool:
+        # Batches leave somebody to serve as long as everybody comes back.
+        lost = [name for name, host in self.rollout.hosts.items() if host.phase == "lost"]
+        missing = {name: host.missing for name, host in self.rollout.hosts.items()}
+        return not lost or leaves_servers([*lost, *(host.name for host in hosts)], missing, self.rollout.servers)
 
     def _advance(self, hosts: Sequence[HostState]) -> None:
         """One batch: out of the gateway, changed, judged, and in again."""

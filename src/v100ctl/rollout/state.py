@@ -13,7 +13,9 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import types
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,6 +64,7 @@ class HostState:
         changes: What changes there, in words.
         roles: The roles that make it so.
         restarts: Instances that are restarted.
+        serves: Instances that answer there now: what is missing while it is out of the gateway.
         reboots: Whether its driver changes, which may need a reboot.
         phase: Where it is.
         good: The state in its history that it goes back to; ``None`` while that is not known, or where there is none.
@@ -77,6 +80,7 @@ class HostState:
     changes: list[str] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
+    serves: list[str] = field(default_factory=list)
     reboots: bool = False
     phase: Phase = "waiting"
     good: str | None = None
@@ -94,6 +98,11 @@ class HostState:
     def looked(self) -> bool:
         """Whether its history was read before anything was changed: without a good state there then is none."""
         return any(event.step == "look" and not event.problem for event in self.events)
+
+    @property
+    def missing(self) -> list[str]:
+        """Instances that are missing while it is out of the gateway; none where it stays in it."""
+        return [] if self.serves_meanwhile else self.serves
 
     @property
     def serves_meanwhile(self) -> bool:
@@ -117,7 +126,10 @@ class Options:
 
 @dataclass
 class Rollout:
-    """A rollout: its hosts by name, and in which batches they change."""
+    """A rollout: its hosts by name, and in which batches they change.
+
+    ``servers``: how many hosts serve an instance of a name as it begins, those among them that do not change.
+    """
 
     id: str
     owner: str
@@ -129,6 +141,7 @@ class Rollout:
     status: Status = "running"
     prepared: bool = False
     ended: str | None = None
+    servers: dict[str, int] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[str]:
@@ -210,17 +223,52 @@ def batch_size(batch: str, hosts: int) -> int:
     return max(1, -(-hosts * int(match[1]) // 100) if match[2] else int(match[1]))
 
 
-def in_batches(names: Sequence[str], options: Options, most: int) -> list[list[str]]:
-    """The canary, then the rest in batches. ``most``: so many at once leave somebody to serve.
+def in_batches(
+    names: Sequence[str],
+    options: Options,
+    most: int,
+    *,
+    missing: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+    servers: Mapping[str, int] = types.MappingProxyType({}),
+) -> list[list[str]]:
+    """The canary, then the rest in batches.
+
+    Args:
+        names: Of the hosts, in their order.
+        options: Of the rollout.
+        most: So many at once leave somebody to serve.
+        missing: Host to the instances that are missing while it is out.
+        servers: How many hosts serve an instance of that name.
 
     Raises:
         RolloutError: ``batch`` is neither a number nor a share.
     """
     size = max(1, min(batch_size(options.batch, len(names)), most))
     canary = min(options.canary, len(names))
-    rest = list(names[canary:])
-    first = [list(names[:canary][start : start + max(1, most)]) for start in range(0, canary, max(1, most))]
-    return [*first, *(rest[start : start + size] for start in range(0, len(rest), size))]
+    first = _parts(names[:canary], max(1, most), missing, servers)
+    return [*first, *_parts(names[canary:], size, missing, servers)]
+
+
+def _parts(
+    names: Sequence[str], size: int, missing: Mapping[str, Collection[str]], servers: Mapping[str, int]
+) -> list[list[str]]:
+    """At most so many at once, and of no name all servers; one that alone serves a name has to go all the same."""
+    parts: list[list[str]] = []
+    left = list(names)
+    while left:
+        part: list[str] = []
+        for name in left:
+            if len(part) < size and (not part or leaves_servers([*part, name], missing, servers)):
+                part.append(name)
+        parts.append(part)
+        left = [name for name in left if name not in part]
+    return parts
+
+
+def leaves_servers(out: Iterable[str], missing: Mapping[str, Collection[str]], servers: Mapping[str, int]) -> bool:
+    """Whether every name still has a server while these hosts are out; names that had one alone are left aside."""
+    gone = Counter(instance for name in out for instance in missing.get(name, ()))
+    return all(servers.get(instance, 0) - count > 0 or servers.get(instance, 0) < 2 for instance, count in gone.items())
 
 
 # --- on the disk --------------------------------------------------------------------------------------------------------------
