@@ -255,6 +255,17 @@ def test_what_cannot_be_run_at_all_leaves_nobody_outside(monkeypatch: pytest.Mon
     assert str(getattr(error, "strerror", error)) in rollout.hosts["h0"].problem
 
 
+def test_what_is_started_gets_no_request_before_it_was_judged() -> None:
+    fleet = fleet_of(2, h0="slow")
+    rollout = new_rollout(list(fleet.hosts))
+    fleet.hosts["h0"].serves = False
+    rollout.hosts["h0"].restarts, rollout.hosts["h0"].starts = [], ["chat"]
+    run(fleet, rollout)
+    assert rollout.hosts["h0"].phase == "done", "there was no speed to compare with"
+    steps = [event.step for event in rollout.hosts["h0"].events]
+    assert steps == ["prepare", "look", "drain", "measure", "apply", "measure again", "open", "settle"]
+
+
 def test_a_host_whose_servers_go_on_is_not_drained() -> None:
     fleet = fleet_of(2)
     rollout = new_rollout(list(fleet.hosts))

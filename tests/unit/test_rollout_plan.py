@@ -82,4 +82,7 @@ def test_a_new_host_is_no_server_that_others_could_rely_on(monkeypatch: pytest.M
     rollout = module.plan_rollout(Fleet(hosts), Access(), make_reporter(), date(2026, 11, 30), options)
     assert rollout.servers == {"chat": 2}
     assert {name: host.serves for name, host in rollout.hosts.items()} == {"a": ["chat"], "b": [], "c": ["chat"], "d": []}
+    # It is out of the gateway until it was judged: one that answers rubbish looks healthy there.
+    assert {name: host.starts for name, host in rollout.hosts.items()} == {"a": [], "b": ["chat"], "c": [], "d": ["chat"]}
+    assert not [name for name, host in rollout.hosts.items() if host.serves_meanwhile]
     assert [set(batch) & {"a", "c"} for batch in rollout.batches if set(batch) & {"a", "c"}] == [{"a"}, {"c"}]

@@ -215,7 +215,7 @@ def _serves(found: Examined) -> list[str]:
 
 
 def _host_state(found: Examined, address: str) -> HostState:
-    roles = roles_that_mend(found.changes)
+    roles, serves = roles_that_mend(found.changes), _serves(found)
     return HostState(
         name=found.host.name,
         address=address,
@@ -223,7 +223,8 @@ def _host_state(found: Examined, address: str) -> HostState:
         changes=[finding.id for finding in found.changes],
         roles=list(roles),
         restarts=list(found.restarts),
-        serves=_serves(found),
+        starts=sorted({item.name for item in found.plan.instances} - set(serves)) if found.plan else [],
+        serves=serves,
         reboots=_changes_driver(found),
     )
 

@@ -64,7 +64,8 @@ class HostState:
         changes: What changes there, in words.
         roles: The roles that make it so.
         restarts: Instances that are restarted.
-        serves: Instances that answer there now: what is missing while it is out of the gateway.
+        starts: Instances that do not run now, and are started.
+        serves: Instances that run there now: what is missing while it is out of the gateway.
         reboots: Whether its driver changes, which may need a reboot.
         phase: Where it is.
         good: The state in its history that it goes back to; ``None`` while that is not known, or where there is none.
@@ -80,6 +81,7 @@ class HostState:
     changes: list[str] = field(default_factory=list)
     roles: list[str] = field(default_factory=list)
     restarts: list[str] = field(default_factory=list)
+    starts: list[str] = field(default_factory=list)
     serves: list[str] = field(default_factory=list)
     reboots: bool = False
     phase: Phase = "waiting"
@@ -106,8 +108,8 @@ class HostState:
 
     @property
     def serves_meanwhile(self) -> bool:
-        """Whether nothing that serves there is disturbed."""
-        return not self.restarts and not self.reboots
+        """Whether nothing that serves there is disturbed, and nothing gets requests that was not judged yet."""
+        return not self.restarts and not self.starts and not self.reboots
 
 
 @dataclass
