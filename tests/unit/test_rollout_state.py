@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -20,13 +23,13 @@ from v100ctl.findings import Finding
 from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.probe import Connection
 from v100ctl.provision import lock_path
+from v100ctl.rollout import claims, state
 from v100ctl.rollout import fleet_rollout as module
-from v100ctl.rollout import state
 from v100ctl.rollout.fleet_rollout import carry_out, find_unfinished, plan_rollout
 from v100ctl.rollout.state import HostState, Options, Phase, Rollout, RolloutError
 
 from .factory import make_plan
-from .test_rollout_machine import PlayedFleet, PlayedHost
+from .test_rollout_machine import ControllerDied, PlayedFleet, PlayedHost
 
 ROOT = Path(__file__).resolve().parents[2]
 AS_OF = date(2026, 11, 30)
@@ -55,13 +58,35 @@ def rollout_of(identifier: str = "r1", *, status: Any = "running", **phases: Pha
 class Play:
     """A played fleet in the place of real hosts. ``wanted``: host to another plan than its rollout was begun with."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> None:
         self.fleet = PlayedFleet({name: PlayedHost() for name in names})
         self.examined: list[str] = []
         self.wanted: dict[str, str] = {}
         monkeypatch.setattr(module, "FleetActions", lambda *_, **__: self.fleet)
         monkeypatch.setattr(module, "examine", self.examine)
+        monkeypatch.setattr(module, "open_session", self.session)
+        #: By whom each host is claimed, in real files.
+        self.folder = folder
+        monkeypatch.setattr(claims, "CLAIM", "rollout.json")
         monkeypatch.setattr(module, "_wanted", lambda found: self.wanted.get(found.host.name, ""))
+
+    @contextlib.contextmanager
+    def session(self, connection: Connection) -> Iterator[Any]:
+        if not self.fleet.hosts[connection.host].up:
+            raise UnreachableError(f"{connection.host} does not answer")
+
+        def run(command: Sequence[str], **_: Any) -> Any:
+            # sh -c SCRIPT sh FILE MORE
+            argv = [*command[:4], str(self.claimed(connection.host)), *command[5:]]
+            done = subprocess.run(argv, capture_output=True, check=False)
+            return SimpleNamespace(rc=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+        yield SimpleNamespace(run=run)
+
+    def claimed(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "rollout.json"
 
     def examine(self, hosts: Sequence[FleetHost], *_: Any, **__: Any) -> dict[str, Examined]:
         self.examined += [host.name for host in hosts]
@@ -80,8 +105,8 @@ class Play:
 
 
 @pytest.fixture
-def play(monkeypatch: pytest.MonkeyPatch) -> Play:
-    return Play(monkeypatch, "a", "b", "c")
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Play:
+    return Play(monkeypatch, tmp_path / "hosts", "a", "b", "c")
 
 
 # --- two at once --------------------------------------------------------------------------------------------------------------
@@ -122,6 +147,66 @@ def test_two_at_once_are_refused_with_owner_and_age(play: Play) -> None:
         play.carry_out(planned, "a", "b")
     assert play.fleet.effects == 0
     play.carry_out(planned, "a", "b")
+
+
+def test_another_controller_is_refused_with_owner_and_age(play: Play, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state.save(rollout_of(a="waiting", b="waiting", c="waiting"))
+    found = find_unfinished(inventory("a"), Access())
+    play.fleet.dies_after = 9
+    with pytest.raises(ControllerDied):
+        play.carry_out(found, "a", "b", "c", resumed=True)
+    play.fleet.dies_after = None
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    planned = play.plan("b", "c")
+    play.claimed("c").unlink()
+    effects = play.fleet.effects
+    with pytest.raises(RolloutError, match=r"b is being changed by the rollout that me@here began .* ago"):
+        play.carry_out(planned, "b", "c")
+    assert play.fleet.effects == effects
+    # What it could claim is let go, and nothing is left unfinished there.
+    assert not play.claimed("c").exists()
+    assert list(state.load_all()) == []
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert play.carry_out(found, "a", "b", "c", resumed=True).status == "done"
+    assert not any(play.claimed(name).exists() for name in "abc")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    assert play.carry_out(play.plan("b", "c"), "b", "c").status == "done"
+    # Nothing is left beside it.
+    assert not [path for path in (tmp_path / "hosts").rglob("*") if path.is_file()]
+
+
+def test_a_host_that_was_away_at_the_end_is_not_held_for_good(play: Play) -> None:
+    state.save(rollout_of("r0", status="aborted", a="untouched", b="done"))
+    mine = json.dumps({"id": "r0", "owner": "me@here", "since": "2026-11-30T04:00:00+00:00"})
+    play.claimed("a").write_text(mine)
+    assert play.carry_out(play.plan("a"), "a").status == "done"
+    assert not play.claimed("a").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"id": 7}'])
+def test_a_claim_that_says_nothing_is_one_all_the_same(play: Play, content: str) -> None:
+    play.claimed("a").write_text(content)
+    with pytest.raises(RolloutError, match="a is being changed by the rollout that somebody began an unknown time ago") as error:
+        play.carry_out(play.plan("a"), "a")
+    assert error.value.hint is not None
+    assert "remove rollout.json on the host" in error.value.hint
+    assert play.claimed("a").read_text() == content
+
+
+def test_a_bare_host_and_one_that_is_away_are_claimed_by_nobody(play: Play) -> None:
+    with play.session(Connection("a")) as session:
+        done = session.run(["/bin/sh", "-c", claims._TAKE, "sh", "-", "x"])
+        assert (done.rc, play.claimed("a").read_text()) == (0, "x\n")
+    bare = play.folder / "bare/rollout.json"
+    for script in (claims._TAKE, claims._REPLACE, claims._LEAVE):
+        assert subprocess.run(["/bin/sh", "-c", script, "sh", str(bare), "x"], check=False).returncode == 0
+        assert not bare.parent.exists()
+    play.fleet.hosts["b"].up = False
+    rollout = rollout_of(b="lost", status="stopped")
+    claims.claim(rollout, ["b"], lambda name: play.session(Connection(name)), ended=(), forks=1)
+    claims.let_go(rollout, ["b"], lambda name: play.session(Connection(name)), forks=1)
 
 
 # --- one that has lost a host -------------------------------------------------------------------------------------------------

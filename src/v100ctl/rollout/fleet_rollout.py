@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, date, datetime
 
 from v100ctl.access import Access
@@ -13,8 +14,10 @@ from v100ctl.apply import Reporter
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
 from v100ctl.plan.types import describe
+from v100ctl.probe import Session, open_session
 from v100ctl.provision import fixable, lock_path, roles_that_mend
-from v100ctl.rollout import state
+from v100ctl.rollback import connection_to
+from v100ctl.rollout import claims, state
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.machine import Machine
 from v100ctl.rollout.state import AT_REST, HostState, Options, Phase, Rollout, RolloutError
@@ -69,8 +72,6 @@ def find_unfinished(fleet: Fleet, access: Access) -> Rollout:
     Raises:
         RolloutError: there is none.
     """
-    from v100ctl.rollback import connection_to
-
     addresses = [lock_path(host, connection_to(host, access)).name for host in fleet.hosts.values()]
     found = state.unfinished(addresses)
     if found is None:
@@ -102,6 +103,11 @@ def carry_out(
     Raises:
         RolloutError: another one runs over the same hosts, the inventory lacks a host or wants something else by now.
     """
+    every = fleet.hosts
+
+    def way(name: str) -> AbstractContextManager[Session]:
+        return open_session(connection_to(every[name], access))
+
     addresses = [host.address for host in rollout.held.values()]
     with state.alone(addresses):
         # Somebody may have been faster, while a person was asked or just before the lock was taken.
@@ -117,6 +123,7 @@ def carry_out(
         if resumed and not abort:
             _refuse_another_plan(rollout, fleet, access, as_of)
         state.save(rollout)
+        _claim(rollout, fleet, way, access.forks, new=not (resumed or abort))
         actions = FleetActions(fleet, access, reporter, as_of, rollout.options, verbosity=verbosity)
 
         def tell(host: str, step: str, problem: str) -> None:
@@ -135,8 +142,22 @@ def carry_out(
             # Ctrl-C, a full disk, a bug: hosts are where it was.
             reporter.hint("`v100ctl rollout --resume` goes on from here, `v100ctl rollout --abort` leads back")
             raise
+        rest = [name for name, host in rollout.hosts.items() if host.phase in AT_REST and name in every]
+        claims.let_go(rollout, rest, way, forks=access.forks)
         state.forget_old()
     return rollout
+
+
+def _claim(rollout: Rollout, fleet: Fleet, way: claims.Way, forks: int, *, new: bool) -> None:
+    """Keep other controllers off. What was begun goes on holding its hosts also where it cannot go on now."""
+    ended = {found.id for found in state.load_all() if not found.unfinished}
+    try:
+        claims.claim(rollout, list(fleet.hosts), way, ended=ended, forks=forks)
+    except RolloutError:
+        if new:
+            claims.let_go(rollout, list(fleet.hosts), way, forks=forks)
+            state.forget(rollout)
+        raise
 
 
 def _needed(rollout: Rollout, fleet: Fleet, *, abort: bool) -> dict[str, FleetHost]:

@@ -354,11 +354,15 @@ def unfinished(addresses: Iterable[str]) -> Rollout | None:
     return None
 
 
+def forget(rollout: Rollout) -> None:
+    """Removes what was written down of it."""
+    (folder() / f"{rollout.id}.json").unlink(missing_ok=True)
+
+
 def forget_old() -> None:
     """Removes finished rollouts but for the last ones."""
-    finished = [rollout.id for rollout in load_all() if not rollout.unfinished]
-    for identifier in finished[KEPT:]:
-        (folder() / f"{identifier}.json").unlink(missing_ok=True)
+    for rollout in [rollout for rollout in load_all() if not rollout.unfinished][KEPT:]:
+        forget(rollout)
 
 
 @contextlib.contextmanager
