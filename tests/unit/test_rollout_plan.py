@@ -44,6 +44,8 @@ def examined(finding: Finding, *, serving: tuple[str, ...] = ("chat",), kind: st
         (examined(DRIVER, nvidia_driver_reboot="never"), "`nvidia_driver_reboot` is `never`"),
         (examined(DRIVER, nvidia_driver_reboot="ask"), "`nvidia_driver_reboot` is `ask`"),
         (examined(DRIVER, kind="local"), "a reboot of the controller itself"),
+        (examined(DRIVER, gateway_placement="fleet"), "take the gateway of the whole fleet away"),
+        (examined(FILE, gateway_placement="fleet"), ""),
         # Nobody is stopped for these.
         (examined(FILE, nvidia_driver_reboot="never"), ""),
         (examined(HOLD, nvidia_driver_reboot="never"), ""),

@@ -205,6 +205,11 @@ def _problem(found: Examined) -> str:
                 f"{found.host.name}: its driver changes, which may need a reboot, and `nvidia_driver_reboot` is `{reboot}`; "
                 "`auto` lets a rollout do it"
             )
+        if found.host.config.gateway_placement == "fleet":
+            return (
+                f"{found.host.name}: its driver changes, and a reboot would take the gateway of the whole fleet away; "
+                f"`v100ctl provision --limit {found.host.name}` does it when nobody asks"
+            )
         if found.connection is not None and found.connection.kind == "local":
             return f"{found.host.name}: its driver changes, and a reboot of the controller itself would end the rollout"
     return ""
