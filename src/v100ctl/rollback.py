@@ -28,6 +28,7 @@ from v100ctl.history import (
 from v100ctl.locks import exclusive
 from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import Confirm, lock_path
+from v100ctl.rollout.state import alone
 
 RollbackStatus = Literal["restored", "unchanged", "would-restore", "stopped", "unreachable", "failed", "skipped"]
 
@@ -185,13 +186,16 @@ def _restore(
             reporter.note(f"another v100ctl is changing {name}; waiting for it")
 
         with (
+            # What is judged by a rollout must not change meanwhile.
+            contextlib.nullcontext() if fronts is None else alone([lock_path(host, connection).name]),
             exclusive(lock_path(host, connection), waiting),
             reporter.phase(f"{name}: going back to {describe_time(state)}"),
             open_session(connection) as session,
         ):
             done = go_back(session, name, to=state.id, drain_limit_s=drain_limit_s, check=True)
             if fronts is not None:
-                done = _behind_fronts(fronts, session, name, state, drain_limit_s, disturbs=bool(done.restarted or done.removed))
+                disturbs = bool(done.restarted or done.removed)
+                done = _behind_fronts(fronts, session, name, state, drain_limit_s, reporter, disturbs=disturbs)
     except V100ctlError as error:
         reporter.failure(name, "", error.message.removeprefix(f"{name}: "), error.hint)
         status: RollbackStatus = "unreachable" if isinstance(error, UnreachableError) else "failed"
@@ -202,7 +206,7 @@ def _restore(
 
 
 def _behind_fronts(
-    fronts: Fronts, session: Session, name: str, state: State, drain_limit_s: float, *, disturbs: bool
+    fronts: Fronts, session: Session, name: str, state: State, drain_limit_s: float, reporter: Reporter, *, disturbs: bool
 ) -> Restored:
     """Its own gateway, where it has one, lets requests wait; those of the fleet send them elsewhere meanwhile."""
     untouched = True
@@ -211,11 +215,13 @@ def _behind_fronts(
             fronts.drain(name, drain_limit_s)
         untouched = False
         done = go_back(session, name, to=state.id, drain_limit_s=drain_limit_s)
-    except V100ctlError as error:
+    except BaseException as error:
+        # Also after Ctrl-C: it serves as before. One that was changed and does not serve stays outside.
         if untouched or isinstance(error, UntouchedError):
-            # It serves as before. One that was changed and does not serve stays outside.
             with contextlib.suppress(V100ctlError):
                 fronts.open(name)
+        elif disturbs:
+            reporter.hint(f"{name} may be out of the fleet's gateway until `v100ctl rollback {name} --to {state.id}` ends well")
         raise
     # Also one that a run that was cut off has left outside.
     fronts.open(name)

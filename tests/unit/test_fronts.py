@@ -18,6 +18,7 @@ from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.fronts import FrontError, Fronts
 from v100ctl.history import History, State
 from v100ctl.rollback import HostHistory, HostRollback, rollback
+from v100ctl.rollout.state import alone
 
 LIMIT, NOT_RUNNING, UNKNOWN = 3, 4, 5
 
@@ -169,13 +170,46 @@ def test_a_rollback_that_restarts_nothing_takes_nobody_out(monkeypatch: pytest.M
     [(LOCKED, False), (BUSY, False), (IMPOSSIBLE, False), (FAILED, True), (UnreachableError("a does not answer"), True)],
 )
 def test_a_host_that_was_changed_and_does_not_serve_stays_outside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, status: int | Exception, left_outside: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    capsys: pytest.CaptureFixture[str],
+    status: int | Exception,
+    left_outside: bool,
 ) -> None:
     played = PlayedRollback(status=status)
     results = played.carry_out(monkeypatch, tmp_path)
     assert results["a"].status in ("failed", "unreachable")
     assert results["b"].status == "skipped"
     assert bool(played.out) == left_outside
+    said = f"a may be out of the fleet's gateway until `v100ctl rollback a --to {STATES[1].id}` ends well"
+    assert (said in capsys.readouterr().err) == left_outside
+
+
+def test_ctrl_c_before_anything_was_changed_leaves_nobody_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    played = PlayedRollback()
+    real = played.run
+
+    def run(name: str, command: Sequence[str]) -> Any:
+        if command[5:7] == ["drain", "embed@a"]:
+            raise KeyboardInterrupt
+        return real(name, command)
+
+    monkeypatch.setattr(played, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        played.carry_out(monkeypatch, tmp_path)
+    assert played.out == set()
+    assert not [call for call in played.calls if call.startswith("restore")]
+
+
+def test_a_host_that_a_rollout_changes_right_now_is_not_rolled_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    played = PlayedRollback()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with alone(["a"]):
+        results = played.carry_out(monkeypatch, tmp_path)
+        assert (results["a"].status, results["b"].status) == ("failed", "skipped")
+        assert "another rollout runs over the same hosts" in results["a"].message
+        assert played.calls == []
+        assert played.carry_out(monkeypatch, tmp_path, check=True)["a"].status == "would-restore"
 
 
 @pytest.mark.parametrize("fault", [LIMIT, NOT_RUNNING])
