@@ -48,14 +48,19 @@ class Fronts:
         self._session = session
         self._sleep = sleep
 
-    def drain(self, host: str, limit_s: float) -> None:
+    def drain(self, host: str, limit_s: float, instance: str | None = None) -> None:
         """No new request reaches a host, and those that ran have ended. Where no gateway is in front of it nobody is told.
+
+        Args:
+            host: Its name in the inventory.
+            limit_s: How long running requests may take to end.
+            instance: Only this one there.
 
         Raises:
             FrontError: some still ran at the limit, and none comes any more; or a gateway does not run.
             UnreachableError: the host of a gateway does not answer.
         """
-        for name, server in self._servers(host):
+        for name, server in self._servers(host, instance):
             status, said = self._call(name, ["drain", server, "--limit-s", str(limit_s)], limit_s)
             if status == _LIMIT:
                 raise FrontError(
@@ -63,16 +68,21 @@ class Fronts:
                     hint="try again later, or with a longer `--drain-limit`",
                 )
 
-    def open(self, host: str) -> None:
+    def open(self, host: str, instance: str | None = None, *, limit_s: float = OPEN_LIMIT_S) -> None:
         """Requests reach a host again, from every gateway that can be told.
+
+        Args:
+            host: Its name in the inventory.
+            instance: Only this one there.
+            limit_s: How long a gateway may take to see it healthy.
 
         Raises:
             V100ctlError: a gateway does not see it healthy, does not run or does not answer; the others were told.
         """
         problems: list[V100ctlError] = []
-        for name, server in self._servers(host):
+        for name, server in self._servers(host, instance):
             try:
-                status, said = self._call(name, ["open", server, "--limit-s", str(OPEN_LIMIT_S)], OPEN_LIMIT_S)
+                status, said = self._call(name, ["open", server, "--limit-s", str(limit_s)], limit_s)
                 if status == _LIMIT:
                     raise FrontError(f"the gateway {name} does not see {server} healthy: {said.get('status', 'no word')}")
             except V100ctlError as error:
@@ -83,14 +93,14 @@ class Fronts:
         if problems:
             raise FrontError("; ".join(problem.message for problem in problems))
 
-    def _servers(self, host: str) -> list[tuple[str, str]]:
+    def _servers(self, host: str, instance: str | None) -> list[tuple[str, str]]:
         """The gateways in front of a host, each with what it calls a server there."""
         called = re.sub(r"[^A-Za-z0-9_.-]", "_", host)
         return [
             (name, f"{server.instance}@{server.host}")
             for name, front in self._gateways.items()
             for server in front.config.gateway_servers
-            if server.host == called
+            if server.host == called and instance in (None, server.instance)
         ]
 
     def _call(self, name: str, words: Sequence[str], limit_s: float) -> tuple[int, dict[str, Any]]:

@@ -71,6 +71,12 @@ def test_a_host_is_taken_out_of_every_gateway_and_let_in_again() -> None:
     assert played.out == {f"{name} {instance}@a" for name in ("f1", "f2") for instance in ("chat", "embed")}
     played.fronts().open("a")
     assert played.out == set()
+    played.fronts().drain("a", 5.0, "embed")
+    assert played.out == {"f1 embed@a", "f2 embed@a"}
+    played.fronts().open("a", "chat")
+    assert played.out == {"f1 embed@a", "f2 embed@a"}
+    played.fronts().open("a", "embed", limit_s=0.0)
+    assert played.out == set()
     played.calls.clear()
     played.fronts().drain("nobody", 5.0)
     assert played.calls == []
