@@ -284,6 +284,16 @@ def test_a_time_limit_is_a_time(value: str, capsys: pytest.CaptureFixture[str]) 
     assert "--timeout" in capsys.readouterr().err
 
 
+def test_a_rollout_finds_out_first_that_its_report_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inventory = ["rollout", "-i", str(tmp_path / "no-inventory")]
+    assert run([*inventory, "-o", str(tmp_path / "missing/report.json")]) == 1
+    assert "report.json cannot be written: No such file or directory" in capsys.readouterr().err
+    for target in ("-", "/dev/null", str(tmp_path / "report.json")):
+        assert run([*inventory, "-o", target]) == 1
+        assert "no-inventory does not exist" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("option", ["--drain-limit", "--settle", "--return-limit"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-1"])
 def test_waiting_has_an_end(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:

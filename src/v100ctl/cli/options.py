@@ -238,6 +238,21 @@ def format_option(*formats: str) -> Callable[[_Command], _Command]:
     return decorate
 
 
+def check_output(output: Path | None) -> None:
+    """For what takes long before it is written.
+
+    Raises:
+        V100ctlError: nothing could be written there.
+    """
+    if output is None or str(output) == "-":
+        return
+    target = output.resolve()
+    place = target if target.exists() and not target.is_file() else target.parent
+    if not os.access(place, os.W_OK):
+        reason = "Permission denied" if place.exists() else "No such file or directory"
+        raise V100ctlError(f"{output} cannot be written: {reason}", hint="name another file with `-o FILE`")
+
+
 def write_table(text: str, output: Path | None) -> None:
     """Like :func:`write_output`, without the blanks at the ends of lines: they only pad a table's last column."""
     write_output(re.sub(r" +$", "", text, flags=re.MULTILINE), output)

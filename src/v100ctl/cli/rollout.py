@@ -12,6 +12,7 @@ import click
 
 from v100ctl.cli.options import (
     HostOptions,
+    check_output,
     drain_limit_option,
     format_option,
     host_options,
@@ -145,6 +146,7 @@ def command(
 
     if resume + abort + check > 1:
         raise UsageError("`--resume`, `--abort` and `--check` do not go together")
+    check_output(output)
     fleet = hosts.fleet()
     access = hosts.access()
     reporter = make_reporter(color=False if no_color else None, verbosity=verbosity)
