@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -124,8 +125,7 @@ class Fronts:
                     # It has not been made yet, or was not told of the server yet: no request comes from there.
                     return 0, {}
                 if done.rc in (0, _LIMIT):
-                    document = json.loads(done.stdout)
-                    return done.rc, document if isinstance(document, dict) else {}
+                    return done.rc, _document(done.stdout)
                 said = done.stderr.decode("utf-8", "replace").strip().splitlines()
                 problem = FrontError(f"the gateway on {name} fails: {said[-1] if said else f'exit code {done.rc}'}")
                 if done.rc != _NOT_RUNNING:
@@ -133,3 +133,12 @@ class Fronts:
             if time.monotonic() >= deadline_s:
                 raise problem
             self._sleep(RETRY_S)
+
+
+def _document(text: bytes) -> dict[str, Any]:
+    """What the program says beside its exit status, which alone decides."""
+    with contextlib.suppress(ValueError):
+        document = json.loads(text)
+        if isinstance(document, dict):
+            return document
+    return {}

@@ -332,6 +332,31 @@ def test_status_and_save(control: Any, haproxy: Haproxy, tmp_path: Path, capsys:
     assert (tmp_path / "servers").read_text() == "1\n# be_id be_name\n"
 
 
+def test_of_two_that_save_at_once_the_later_state_stays(control: Any, tmp_path: Path) -> None:
+    answers = ["one is out", "both are out"]
+    second = threading.Thread(target=control.save)
+
+    def ask(_command: str) -> str:
+        answer = answers.pop(0)
+        if answers:
+            # Another one takes its server out and saves, while this one has its answer already.
+            second.start()
+            second.join(0.3)
+        return answer
+
+    control.ask = ask
+    assert control.save() == 0
+    second.join()
+    assert (tmp_path / "servers").read_text() == "both are out"
+
+
+def test_save_without_a_gateway_writes_nothing(control: Any, tmp_path: Path) -> None:
+    assert control.main(["save"]) == 0
+    assert not (tmp_path / "servers").exists()
+    control.FOLDER = tmp_path / "missing"
+    assert control.main(["save"]) == 0
+
+
 def test_keys_that_were_not_loaded_are_seen(control: Any, haproxy: Haproxy, tmp_path: Path) -> None:
     file = control.KEYS / "chat.keys"
     file.write_text("# header\nkey-a engine-key\nkey-b engine-key\n")

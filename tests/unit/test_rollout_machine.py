@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import Counter
@@ -95,7 +96,7 @@ class PlayedFleet:
         for name in names:
             self.effect()
             host, fault = self.hosts[name], self.faults.get(name)
-            if fault == "dies":
+            if fault in ("dies", "gone"):
                 host.up = False
                 problems[name] = UnreachableError(f"{name} does not answer")
             elif fault == "garbage":
@@ -335,6 +336,48 @@ def test_whatever_dies_resume_or_abort_ends_well(
     assert fleet.most_out <= most
     if not aborted:
         assert rollout.exit_code == (0 if all(host.phase == "done" for host in rollout.hosts.values()) else 1)
+
+
+@settings(max_examples=200)
+@given(
+    faults=st.lists(st.sampled_from(["", "", "gone", "garbage", "full"]), min_size=1, max_size=5),
+    dies_after=st.lists(st.integers(min_value=0, max_value=40), max_size=3),
+    max_failed=st.integers(min_value=0, max_value=5),
+    batch=st.sampled_from(["1", "2", "100%"]),
+    others=st.integers(min_value=0, max_value=1),
+    abort=st.booleans(),
+)
+def test_whoever_is_lost_is_led_back_later_and_somebody_serves_all_the_time(
+    faults: list[str], dies_after: list[int], max_failed: int, batch: str, others: int, abort: bool
+) -> None:
+    names = [f"h{number}" for number in range(len(faults))]
+    fleet = fleet_of(len(faults), **{name: fault for name, fault in zip(names, faults, strict=True) if fault})
+    servers = len(names) + others
+    rollout = new_rollout(names, batch=batch, max_failed=max_failed)
+    rollout.batches = in_batches(
+        names, rollout.options, len(names), missing={name: ["chat"] for name in names}, servers={"chat": servers}
+    )
+    rollout.servers = {"chat": servers}
+    for host in rollout.hosts.values():
+        host.serves = ["chat"]
+    disk = Disk()
+    disk.save(rollout)
+    for limit in [*dies_after, None]:
+        fleet.dies_after, fleet.effects = limit, 0
+        with contextlib.suppress(ControllerDied):
+            Machine(disk.load(), fleet, disk.save).go_on()
+    if servers > 1:
+        assert fleet.most_out < servers
+    lost = [name for name, host in disk.load().hosts.items() if host.phase == "lost"]
+    assert set(lost) == set(disk.load().held)
+    assert all(fleet.hosts[name].good for name in names if name not in lost)
+    # Somebody switches them on again.
+    fleet.faults = {name: fault for name, fault in fleet.faults.items() if fault != "gone"}
+    if lost:
+        machine = Machine(disk.load(), fleet, disk.save)
+        machine.abort() if abort else machine.go_on()
+    assert not disk.load().unfinished
+    assert all(host.good for host in fleet.hosts.values())
 
 
 @pytest.mark.parametrize("forks", [1, 4])

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
 import io
 import ipaddress
 import json
@@ -183,13 +184,18 @@ def reopen(instance: str, limit_s: float) -> int:
 
 def save() -> int:
     """See the verb ``save`` above."""
-    try:
-        state = ask("show servers state")
-    except NotRunning:
+    if not FOLDER.is_dir():
         return 0
-    aside = FOLDER / "servers.new"
-    aside.write_text(state, encoding="utf-8")
-    aside.replace(FOLDER / "servers")
+    # Several servers are taken out at once: who asks first must not write last, nor two into one file.
+    with (FOLDER / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            state = ask("show servers state")
+        except NotRunning:
+            return 0
+        aside = FOLDER / "servers.new"
+        aside.write_text(state, encoding="utf-8")
+        aside.replace(FOLDER / "servers")
     return 0
 
 
