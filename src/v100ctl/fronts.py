@@ -49,6 +49,16 @@ class Fronts:
         self._session = session
         self._sleep = sleep
 
+    def check(self, hosts: Sequence[str]) -> None:
+        """Each gateway in front of one of these hosts can be told; one that was not made yet need not.
+
+        Raises:
+            FrontError: one does not run.
+            UnreachableError: the host of one does not answer.
+        """
+        for name in dict.fromkeys(name for host in hosts for name, _ in self._servers(host, None)):
+            self._call(name, ["status"], 0.0)
+
     def drain(self, host: str, limit_s: float, instance: str | None = None) -> None:
         """No new request reaches a host, and those that ran have ended. Where no gateway is in front of it nobody is told.
 

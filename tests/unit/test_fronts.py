@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,10 @@ from v100ctl.fleet import Fleet, FleetHost, parse_config
 from v100ctl.fronts import FrontError, Fronts
 from v100ctl.history import History, State
 from v100ctl.rollback import HostHistory, HostRollback, rollback
-from v100ctl.rollout.state import alone
+from v100ctl.rollout import actions as actions_module
+from v100ctl.rollout.actions import FleetActions
+from v100ctl.rollout.machine import Machine
+from v100ctl.rollout.state import HostState, Options, Rollout, alone
 
 LIMIT, NOT_RUNNING, UNKNOWN = 3, 4, 5
 
@@ -45,14 +49,14 @@ class PlayedGateways:
         yield SimpleNamespace(run=lambda command, **_: self.run(host.name, command))
 
     def run(self, name: str, command: Sequence[str]) -> Any:
-        verb, server = command[5:7]
+        verb, server = (*command[5:7], "")[:2]
         fault = self.faults.get(f"{verb} {name} {server}", self.faults.get(name, 0))
         if isinstance(fault, Exception):
             raise fault
         self.calls.append(f"{verb} {name} {server}")
         if fault in (0, LIMIT):
             place = f"{name} {server}"
-            self.out = self.out | {place} if verb == "drain" else self.out - {place}
+            self.out = self.out | {place} if verb == "drain" else self.out - {place} if verb == "open" else self.out
         answer = {"running": 2, "status": "DOWN"} if fault == LIMIT else {}
         return SimpleNamespace(rc=fault, stdout=json.dumps(answer).encode(), stderr=b"error: no socket\n")
 
@@ -100,6 +104,35 @@ def test_running_requests_are_told_and_a_gateway_that_knows_nothing_is_no_error(
     played.faults["drain f2 embed@a"] = LIMIT
     with pytest.raises(FrontError, match="2 requests to embed@a still ran after 5 s"):
         played.fronts().drain("a", 5.0)
+
+
+@pytest.mark.parametrize("fault", [NOT_RUNNING, 1, UnreachableError("f2 does not answer")])
+def test_a_gateway_that_cannot_be_told_is_found_out_before(fault: int | Exception) -> None:
+    played = PlayedGateways("f1", "f2", "f3")
+    played.faults.update({"f1": UNKNOWN, "f2": fault})
+    played.fronts().check(["nobody"])
+    assert played.calls == []
+    with pytest.raises(V100ctlError, match="f2"):
+        played.fronts().check(["a", "nobody"])
+    del played.faults["f2"]
+    played.fronts().check(["a"])
+    assert played.out == set()
+
+
+def test_a_rollout_drains_nobody_where_a_gateway_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    played = PlayedGateways("f1")
+    played.faults["f1"] = NOT_RUNNING
+    monkeypatch.setattr(actions_module, "connection_to", lambda host, access: host)
+    monkeypatch.setattr(actions_module, "open_session", played.session)
+    monkeypatch.setattr(actions_module, "examine", lambda *_, **__: pytest.fail("it goes on"))
+    fleet = Fleet({"a": FleetHost("a", {}, parse_config("a", {}))}, gateways=played.gateways)
+    actions = FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options(), sleep=lambda _s: None)
+    hosts = {"a": HostState("a", restarts=["chat"])}
+    rollout = Rollout("r1", "me@here", "2026-11-30T04:00:00+00:00", "2026-11-30", Options(), hosts, [["a"]])
+    Machine(rollout, actions, lambda _rollout: None).go_on()
+    assert (rollout.status, rollout.hosts["a"].phase, rollout.unfinished) == ("stopped", "untouched", False)
+    assert "the gateway on f1 fails" in rollout.hosts["a"].problem
+    assert played.out == set()
 
 
 # --- rollback -----------------------------------------------------------------------------------------------------------------

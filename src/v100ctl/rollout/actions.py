@@ -70,6 +70,8 @@ class FleetActions:
 
     def prepare(self, names: Sequence[str]) -> Mapping[str, V100ctlError]:
         """See there. Nothing that serves is touched: releases and models lie beside those that are in use."""
+        # Who cannot be told now would have to be told that a host is back, too.
+        self._fronts.check(names)
         states = examine([self._fleet.hosts[name] for name in names], self._access, as_of=self._as_of)
         problems = {name: state.error for name, state in states.items() if state.error is not None}
         roles = {name: _preparing_roles(state) for name, state in states.items() if name not in problems}
