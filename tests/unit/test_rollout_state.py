@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from v100ctl.access import Access
-from v100ctl.apply.reporter import Reporter, make_reporter
+from v100ctl.apply.reporter import make_reporter
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined
 from v100ctl.findings import Finding
@@ -100,8 +100,8 @@ class Play:
     def plan(self, *names: str) -> Rollout:
         return plan_rollout(inventory(*names), Access(), make_reporter(), AS_OF, Options())
 
-    def carry_out(self, rollout: Rollout, *names: str, reporter: Reporter | None = None, **options: Any) -> Rollout:
-        return carry_out(rollout, inventory(*names), Access(forks=1), reporter or make_reporter(), **options)
+    def carry_out(self, rollout: Rollout, *names: str, **options: Any) -> Rollout:
+        return carry_out(rollout, inventory(*names), Access(forks=1), make_reporter(), **options)
 
 
 @pytest.fixture
@@ -262,7 +262,8 @@ def test_what_cannot_be_read_is_not_taken_for_ended(play: Play, content: str) ->
     state.save(rollout_of(a="applying"))
     path = state.folder() / "r1.json"
     path.write_bytes(content.encode("latin-1"))
-    for refused in (lambda: play.plan("b"), lambda: find_unfinished(inventory("b"), Access())):
+    ways: list[Callable[[], Rollout]] = [lambda: play.plan("b"), lambda: find_unfinished(inventory("b"), Access())]
+    for refused in ways:
         with pytest.raises(RolloutError, match=r"r1\.json, where a rollout was written down, cannot be read"):
             refused()
     path.unlink()
@@ -310,7 +311,8 @@ def test_the_document_has_the_exit_code_that_the_command_ends_with(play: Play) -
     ended = play.carry_out(planned, "a")
     assert (ended.status, ended.exit_code) == ("done", 0)
     jsonschema.validate(ended.to_json(), schema)
-    for phase, code in (("applying", 0), ("lost", 1)):
+    endings: list[tuple[Phase, int]] = [("applying", 0), ("lost", 1)]
+    for phase, code in endings:
         state.save(rollout_of(a="waiting", b=phase))
         if phase == "lost":
             play.fleet.faults["b"] = "gone"
