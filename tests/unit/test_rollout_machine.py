@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import signal
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from v100ctl.errors import UnreachableError, V100ctlError
-from v100ctl.rollout.machine import Machine
+from v100ctl.rollout.machine import Machine, sleep_unless
 from v100ctl.rollout.state import HostState, Options, Rollout, RolloutError, in_batches
 
 
@@ -385,6 +387,38 @@ def test_hosts_of_a_batch_go_at_once(forks: int) -> None:
     fleet = fleet_of(8)
     rollout, _ = run(fleet, new_rollout(list(fleet.hosts), batch="100%"), forks=forks)
     assert rollout.exit_code == 0
+
+
+def test_after_ctrl_c_nothing_more_is_begun() -> None:
+    fleet = fleet_of(4)
+    stopped = threading.Event()
+    sleep, both = sleep_unless(stopped), threading.Barrier(2)
+
+    def drain(host: HostState) -> None:
+        fleet.hosts[host.name].open = False
+        both.wait(10)
+        if host.name == "h0":
+            # To the thread that a terminal's Ctrl-C wakes, once that waits for the others.
+            stopped.wait(0.3)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert stopped.wait(30)
+        else:
+            # As one that waits for a host that does not answer.
+            sleep(60)
+
+    fleet.drain = drain  # type: ignore[method-assign]
+    disk = Disk()
+    rollout = new_rollout(list(fleet.hosts), canary=0, batch="2")
+    with pytest.raises(KeyboardInterrupt):
+        Machine(rollout, fleet, disk.save, forks=2, stopped=stopped).go_on()
+    found = disk.load()
+    assert [host.phase for host in found.hosts.values()] == ["draining", "draining", "waiting", "waiting"]
+    assert not [event.step for host in found.hosts.values() for event in host.events if event.step == "measure"]
+    assert not found.failed
+    del fleet.drain
+    Machine(found, fleet, disk.save, forks=2).go_on()
+    assert found.exit_code == 0
+    assert all(host.good for host in fleet.hosts.values())
 
 
 @pytest.mark.parametrize(

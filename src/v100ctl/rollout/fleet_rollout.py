@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +20,7 @@ from v100ctl.provision import fixable, lock_path, roles_that_mend
 from v100ctl.rollback import connection_to
 from v100ctl.rollout import claims, state
 from v100ctl.rollout.actions import FleetActions
-from v100ctl.rollout.machine import Machine
+from v100ctl.rollout.machine import Machine, sleep_unless
 from v100ctl.rollout.state import AT_REST, HostState, Options, Phase, Rollout, RolloutError
 
 
@@ -124,7 +125,8 @@ def carry_out(
             _refuse_another_plan(rollout, fleet, access, as_of)
         state.save(rollout)
         _claim(rollout, fleet, way, access.forks, new=not (resumed or abort))
-        actions = FleetActions(fleet, access, reporter, as_of, rollout.options, verbosity=verbosity)
+        stopped = threading.Event()
+        actions = FleetActions(fleet, access, reporter, as_of, rollout.options, verbosity=verbosity, sleep=sleep_unless(stopped))
 
         def tell(host: str, step: str, problem: str) -> None:
             if problem:
@@ -132,7 +134,7 @@ def carry_out(
             else:
                 reporter.note(f"{host}: {step}: done")
 
-        machine = Machine(rollout, actions, state.save, forks=access.forks, tell=tell)
+        machine = Machine(rollout, actions, state.save, forks=access.forks, tell=tell, stopped=stopped)
         try:
             if abort:
                 machine.abort()

@@ -54,6 +54,20 @@ class GateError(V100ctlError):
     """A host does not do as well as it has to."""
 
 
+class StoppedError(BaseException):
+    """Another thread was interrupted. No :class:`Exception`: no host has failed."""
+
+
+def sleep_unless(stopped: threading.Event) -> Callable[[float], None]:
+    """Waits so many seconds, and no longer than until nothing more is to be begun."""
+
+    def sleep(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise StoppedError
+
+    return sleep
+
+
 class Machine:
     """One run of a rollout.
 
@@ -64,6 +78,7 @@ class Machine:
         forks: Hosts at once, for what is no Ansible.
         tell: Told of each step: host, step, and what was wrong (empty: nothing).
         clock: Seconds.
+        stopped: Set where nothing more is to be begun.
     """
 
     def __init__(
@@ -75,6 +90,7 @@ class Machine:
         forks: int = 1,
         tell: Callable[[str, str, str], None] = lambda host, step, problem: None,
         clock: Callable[[], float] = time.monotonic,
+        stopped: threading.Event | None = None,
     ) -> None:
         self.rollout = rollout
         self._actions = actions
@@ -83,6 +99,7 @@ class Machine:
         self._forks = forks
         self._tell = tell
         self._clock = clock
+        self._stopped = stopped or threading.Event()
 
     # --- the two ways ---------------------------------------------------------------------------------------------------------
 
@@ -288,13 +305,20 @@ class Machine:
         if self._forks <= 1 or len(hosts) <= 1:
             return [host for host in hosts if run(host)]
         with ThreadPoolExecutor(max_workers=self._forks) as pool:
-            return [host for host, well in zip(hosts, pool.map(run, hosts), strict=True) if well]
+            try:
+                return [host for host, well in zip(hosts, pool.map(run, hosts), strict=True) if well]
+            except BaseException:
+                # Ctrl-C reaches this thread alone; the others end with the step that they are in.
+                self._stopped.set()
+                raise
 
     def _enter(self, host: HostState, phase: Phase) -> None:
         host.phase = phase
         self._save(self.rollout)
 
     def _step(self, host: HostState, step: str, function: Callable[[], _Result]) -> _Result:
+        if self._stopped.is_set():
+            raise StoppedError
         began_s, at = self._clock(), now()
         try:
             result = function()
