@@ -7,6 +7,7 @@ controller: :data:`PROGRAM` does both. Here is what is filed there, and the way 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -98,7 +99,15 @@ class HistoryError(V100ctlError):
     """A host has no history, or cannot go back."""
 
 
-class LockedError(HistoryError):
+class NoHistoryError(HistoryError):
+    """Nothing was applied to the host yet, or by a v100ctl that kept no history."""
+
+
+class UntouchedError(HistoryError):
+    """The host was left as it is."""
+
+
+class LockedError(UntouchedError):
     """Another one goes back on the host right now."""
 
 
@@ -152,7 +161,8 @@ def read_history(session: Runner, host: str) -> History:
     """What a host remembers.
 
     Raises:
-        HistoryError: nothing was applied there yet, or by a v100ctl that kept no history.
+        NoHistoryError: nothing was applied there yet, or by a v100ctl that kept no history.
+        HistoryError: what it has cannot be read.
         UnreachableError: it cannot be asked.
     """
     _, document = _call(session, host, ["list"], LIST_TIMEOUT_S)
@@ -176,14 +186,16 @@ def read_history(session: Runner, host: str) -> History:
 
 
 def find_state(history: History, text: str, host: str) -> State:
-    """The state that a person means by its time or the beginning of it (``20261130T0415``, ``2026-11-30 04:15``), in UTC.
+    """The state that a person means by its time or the beginning of it (``20261130T0415``, ``2026-11-30 04:15 UTC``), in UTC.
 
     Of several the newest is taken.
 
     Raises:
         HistoryError: there is none.
     """
-    wanted = "".join(character for character in text.upper().replace(" ", "T") if character not in "-:")
+    # As the table and the JSON document of `v100ctl history` have it, which say that it is UTC.
+    time = re.sub(r"(?: *UTC|(?<=[0-9])Z|\+00:?00)$", "", text.strip().upper())
+    wanted = re.sub(r"[-:]", "", re.sub(r"[ T]+", "T", time))
     found = next((state for state in history.states if wanted and state.id.startswith(wanted)), None)
     if found is None:
         known = ", ".join(state.id for state in history.states) or "none"
@@ -204,13 +216,14 @@ def go_back(
         check: Change nothing; say what would be done.
 
     Raises:
-        HistoryError: it was not done, or what was restored does not serve.
+        UntouchedError: it was not done.
+        HistoryError: what was restored does not serve.
         UnreachableError: the host cannot be reached.
     """
     words = ["restore", "--drain-limit-s", str(drain_limit_s), *(["--to", to] if to else []), *(["--check"] if check else [])]
     status, document = _call(session, host, words, RESTORE_TIMEOUT_S)
     if status != 0 or document["problem"]:
-        kind = LockedError if status == _LOCKED else HistoryError
+        kind = LockedError if status == _LOCKED else UntouchedError if status in (_BUSY, _IMPOSSIBLE) else HistoryError
         raise kind(f"{host}: {document['problem']}", hint=_HINTS.get(status, f"`v100ctl audit` says what {host} lacks"))
     answers = {
         name: Completion(str(answer["text"]).strip(), int(answer["tokens"]), answer["tokens_per_second"], 0.0)
@@ -238,7 +251,7 @@ def _call(session: Runner, host: str, words: Sequence[str], timeout_s: float) ->
     script = f'[ -f {PROGRAM} ] || exit 44; exec python3 -I -S -B {PROGRAM} "$@"'
     done = session.run(["/bin/sh", "-c", script, "sh", *words], timeout_s=timeout_s, become=True)
     if done.rc == 44:
-        raise HistoryError(
+        raise NoHistoryError(
             f"{host} keeps no history: nothing was applied there yet, or by an older v100ctl",
             hint=f"`v100ctl provision --limit {host}` writes the first state",
         )

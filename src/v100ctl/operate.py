@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from v100ctl.apply import Reporter
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError, V100ctlError
 from v100ctl.examine import Examined
 from v100ctl.facts import Facts
+from v100ctl.fronts import Fronts
 from v100ctl.paths import content_dir
 from v100ctl.plan import gateway
 from v100ctl.plan.units import START_TIMEOUT_S, unit_name
@@ -152,6 +154,7 @@ def operate(
     reporter: Reporter,
     drain_limit_s: float = DEFAULT_DRAIN_LIMIT_S,
     force: bool = False,
+    fronts: Fronts | None = None,
 ) -> str:
     """Start, stop or restart one instance; behind a gateway its running requests end first.
 
@@ -162,6 +165,7 @@ def operate(
         reporter: Where progress goes.
         drain_limit_s: How long running requests may take to end.
         force: Cut those that still run then.
+        fronts: The gateways of the fleet, which send requests elsewhere meanwhile.
 
     Returns:
         What was done, in words.
@@ -182,8 +186,9 @@ def operate(
         return f"{place} runs already"
     if action == "stop" and not active:
         return f"{place} does not run"
-    with open_session(state.connection) as session:
-        if action != "start" and active:
+    stops = action != "start" and active
+    with open_session(state.connection) as session, _elsewhere(fronts, state.host.name, name, drain_limit_s, force, stops=stops):
+        if stops:
             with reporter.phase(f"{place}: waiting for running requests"):
                 drain(session, place, name, drain_limit_s, force=force)
         if action == "stop":
@@ -198,6 +203,25 @@ def operate(
             await_healthy(session, state, place, name)
         call_gateway(session, "open", name, 60.0)
     return f"{place} serves"
+
+
+@contextlib.contextmanager
+def _elsewhere(fronts: Fronts | None, host: str, name: str, drain_limit_s: float, force: bool, *, stops: bool) -> Iterator[None]:
+    """The fleet's gateways are told. They see for themselves what does not run, so it is let in again however this ends."""
+    if fronts is None:
+        yield
+        return
+    try:
+        if stops:
+            try:
+                fronts.drain(host, drain_limit_s, name)
+            except V100ctlError:
+                if not force:
+                    raise
+        yield
+    finally:
+        with contextlib.suppress(V100ctlError):
+            fronts.open(host, name, limit_s=0.0)
 
 
 def _systemctl(session: Session, place: str, verb: str, unit: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from v100ctl.access import DEFAULT_DRAIN_LIMIT_S, Access
 from v100ctl.apply import Reporter
 from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost
+from v100ctl.fronts import Fronts
 from v100ctl.history import (
     HISTORY_SCHEMA,
     ROLLBACK_SCHEMA,
@@ -18,13 +20,15 @@ from v100ctl.history import (
     HistoryError,
     Restored,
     State,
+    UntouchedError,
     find_state,
     go_back,
     read_history,
 )
 from v100ctl.locks import exclusive
-from v100ctl.probe import Connection, open_session
+from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import Confirm, lock_path
+from v100ctl.rollout.state import alone
 
 RollbackStatus = Literal["restored", "unchanged", "would-restore", "stopped", "unreachable", "failed", "skipped"]
 
@@ -142,12 +146,13 @@ def rollback(
     question = "; ".join(f"{name} goes back to its state of {describe_time(state)}" for name, state in targets.items())
     if targets and not check and not confirm(f"{question}. Go on?"):
         return results | {name: HostRollback("stopped", state, message="nobody said yes") for name, state in targets.items()}
+    fronts = Fronts(fleet.gateways, lambda host: open_session(connection_to(host, access)))
     failed = False
     for name, state in targets.items():
         if failed:
             results[name] = HostRollback("skipped", state, message="left as it is, since a host before it failed")
             continue
-        results[name] = _restore(fleet.hosts[name], state, access, reporter, drain_limit_s, check=check)
+        results[name] = _restore(fleet.hosts[name], state, access, reporter, drain_limit_s, fronts=None if check else fronts)
         failed = results[name].status not in ("restored", "unchanged", "would-restore")
     return {name: results[name] for name in fleet.hosts}
 
@@ -170,8 +175,9 @@ def _target(name: str, found: HostHistory, to: str | None) -> State:
 
 
 def _restore(
-    host: FleetHost, state: State, access: Access, reporter: Reporter, drain_limit_s: float, *, check: bool
+    host: FleetHost, state: State, access: Access, reporter: Reporter, drain_limit_s: float, *, fronts: Fronts | None
 ) -> HostRollback:
+    """One host. ``fronts``: the gateways of the fleet; ``None``: change nothing, say what would be done."""
     name = host.name
     try:
         connection = connection_to(host, access)
@@ -180,18 +186,46 @@ def _restore(
             reporter.note(f"another v100ctl is changing {name}; waiting for it")
 
         with (
+            # What is judged by a rollout must not change meanwhile.
+            contextlib.nullcontext() if fronts is None else alone([lock_path(host, connection).name]),
             exclusive(lock_path(host, connection), waiting),
             reporter.phase(f"{name}: going back to {describe_time(state)}"),
             open_session(connection) as session,
         ):
-            done = go_back(session, name, to=state.id, drain_limit_s=drain_limit_s, check=check)
+            done = go_back(session, name, to=state.id, drain_limit_s=drain_limit_s, check=True)
+            if fronts is not None:
+                disturbs = bool(done.restarted or done.removed)
+                done = _behind_fronts(fronts, session, name, state, drain_limit_s, reporter, disturbs=disturbs)
     except V100ctlError as error:
         reporter.failure(name, "", error.message.removeprefix(f"{name}: "), error.hint)
         status: RollbackStatus = "unreachable" if isinstance(error, UnreachableError) else "failed"
         return HostRollback(status, state, message=error.message, hint=error.hint)
-    if check:
+    if fronts is None:
         return HostRollback("would-restore" if done.changed else "unchanged", state, done)
     return HostRollback("restored" if done.changed else "unchanged", state, done)
+
+
+def _behind_fronts(
+    fronts: Fronts, session: Session, name: str, state: State, drain_limit_s: float, reporter: Reporter, *, disturbs: bool
+) -> Restored:
+    """Its own gateway, where it has one, lets requests wait; those of the fleet send them elsewhere meanwhile."""
+    untouched = True
+    try:
+        if disturbs:
+            fronts.drain(name, drain_limit_s)
+        untouched = False
+        done = go_back(session, name, to=state.id, drain_limit_s=drain_limit_s)
+    except BaseException as error:
+        # Also after Ctrl-C: it serves as before. One that was changed and does not serve stays outside.
+        if untouched or isinstance(error, UntouchedError):
+            with contextlib.suppress(V100ctlError):
+                fronts.open(name)
+        elif disturbs:
+            reporter.hint(f"{name} may be out of the fleet's gateway until `v100ctl rollback {name} --to {state.id}` ends well")
+        raise
+    # Also one that a run that was cut off has left outside.
+    fronts.open(name)
+    return done
 
 
 def rollback_exit_code(results: Mapping[str, HostRollback]) -> int:

@@ -60,6 +60,10 @@ def test_help_imports_no_command() -> None:
         (["provision", "h", "--port", "8000", "--set", "x=1"], "--port, --set: only with --model"),
         (["provision", "h", "--model", "/x", "--limit", "h"], "--limit"),
         (["completion", "tcsh"], "tcsh"),
+        (["rollout", "--batch", "half"], "write it as a number of hosts or as a share"),
+        (["rollout", "--batch", "0%"], "write it as a number of hosts or as a share"),
+        (["rollout", "--batch", "9" * 5000], "write it as a number of hosts or as a share"),
+        (["rollout", "--min-speed", "90"], "write it as `90%` or 0.9"),
     ],
 )
 def test_wrong_usage_is_64(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -278,6 +282,23 @@ def test_a_setting_that_yaml_cannot_read_is_wrong_usage(value: str, capsys: pyte
 def test_a_time_limit_is_a_time(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--timeout", value]) == 64
     assert "--timeout" in capsys.readouterr().err
+
+
+def test_a_rollout_finds_out_first_that_its_report_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inventory = ["rollout", "-i", str(tmp_path / "no-inventory")]
+    assert run([*inventory, "-o", str(tmp_path / "missing/report.json")]) == 1
+    assert "report.json cannot be written: No such file or directory" in capsys.readouterr().err
+    for target in ("-", "/dev/null", str(tmp_path / "report.json")):
+        assert run([*inventory, "-o", target]) == 1
+        assert "no-inventory does not exist" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--drain-limit", "--settle", "--return-limit"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_waiting_has_an_end(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["rollout", option, value]) == 64
+    assert option in capsys.readouterr().err
 
 
 def test_wrong_settings_of_ansible_are_one_error(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ class Haproxy:
         self.commands: list[str] = []
         self.running = 2
         self.status = "UP"
+        self.engine = "127.0.0.1:18000"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(str(folder / "admin.sock"))
         #: The keys that it has loaded, by the file that they came from.
@@ -243,6 +244,7 @@ class Haproxy:
         if command == "show servers state":
             return "1\n# be_id be_name\n"
         text = STATISTICS.format(status=self.status).replace(",0,0,2,2,,9", f",0,0,{self.running},2,,9")
+        text = text.replace("127.0.0.1:18000", self.engine)
         if self.status == "DRAIN":
             self.running = max(0, self.running - 1)
         return text

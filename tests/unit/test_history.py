@@ -15,6 +15,7 @@ import pytest
 from v100ctl.history import HistoryError, find_state, go_back, read_history, record_document
 from v100ctl.plan.types import ManagedFile
 from v100ctl.plan.units import HISTORY_DIR, PROGRAMS
+from v100ctl.rollback import describe_time
 from v100ctl.serving import judge_completion
 
 from .factory import make_plan
@@ -374,6 +375,14 @@ def test_the_history_is_read_as_the_host_tells_it(host: Host) -> None:
     newest = history.states[0]
     assert find_state(history, newest.id[:8], "h1") == newest
     assert find_state(history, newest.time.isoformat(sep=" ")[:19], "h1") == newest
+    # As the table and the JSON document show it, whole or from its beginning.
+    for state in history.states:
+        shown = (describe_time(state), state.time.isoformat(), state.id)
+        assert [find_state(history, text, "h1") for text in shown] == [state] * 3
+    assert find_state(history, f"  {newest.time:%Y-%m-%d  %H:%M}z ", "h1") == newest
+    for nothing in ("", " ", "UTC", "Z", "+00:00", "-"):
+        with pytest.raises(HistoryError, match="remembers no state"):
+            find_state(history, nothing, "h1")
     with pytest.raises(HistoryError, match="remembers no state 2001"):
         find_state(history, "2001", "h1")
 

@@ -20,6 +20,7 @@ from v100ctl.cli.operate import complete_instance
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined
 from v100ctl.fleet import FleetHost
+from v100ctl.fronts import FrontError
 from v100ctl.operate import operate, status_exit_code, status_of
 from v100ctl.probe.connection import Connection
 from v100ctl.probe.session import Result
@@ -100,13 +101,31 @@ class Host:
         return Result(code, text.encode(), text.encode())
 
 
-def act(host: Host, action: Any, monkeypatch: pytest.MonkeyPatch, *, force: bool = False, **changes: Any) -> str:
+class PlayedFronts:
+    """The fleet's gateways; they write to what the host was asked. ``problem``: the server cannot be taken out."""
+
+    def __init__(self, host: Host, problem: V100ctlError | None = None) -> None:
+        self.host, self.problem = host, problem
+
+    def drain(self, host: str, limit_s: float, instance: str) -> None:
+        self.host.asked.append(f"out {instance}@{host}")
+        if self.problem is not None:
+            raise self.problem
+
+    def open(self, host: str, instance: str, *, limit_s: float) -> None:
+        self.host.asked.append(f"in {instance}@{host}")
+        raise FrontError("it is not seen healthy yet")
+
+
+def act(
+    host: Host, action: Any, monkeypatch: pytest.MonkeyPatch, *, force: bool = False, fronts: Any = None, **changes: Any
+) -> str:
     @contextmanager
     def session(connection: Connection) -> Iterator[Host]:
         yield host
 
     monkeypatch.setattr(module, "open_session", session)
-    return operate(looked_at(**changes), "chat", action, reporter=make_reporter(), drain_limit_s=5, force=force)
+    return operate(looked_at(**changes), "chat", action, reporter=make_reporter(), drain_limit_s=5, force=force, fronts=fronts)
 
 
 STOPPED = unit(active_state="inactive")
@@ -141,6 +160,34 @@ def test_running_requests_are_cut_only_when_that_was_said(monkeypatch: pytest.Mo
     host = Host(drain=(3, json.dumps({"running": 2})))
     act(host, "stop", monkeypatch, force=True)
     assert host.asked == ["drain", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("action", "changes", "asked"),
+    [
+        ("restart", {}, ["out chat@h1", "drain", "reset-failed", "restart", "readiness", "open", "in chat@h1"]),
+        ("start", STOPPED, ["reset-failed", "start", "readiness", "open", "in chat@h1"]),
+        ("stop", {}, ["out chat@h1", "drain", "stop", "in chat@h1"]),
+        ("stop", STOPPED, []),
+    ],
+)
+def test_the_gateways_of_the_fleet_send_requests_elsewhere_meanwhile(
+    action: str, changes: dict[str, Any], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host()
+    act(host, action, monkeypatch, fronts=PlayedFronts(host), **changes)
+    assert host.asked == asked
+
+
+def test_what_the_gateways_do_not_let_go_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    with pytest.raises(FrontError, match="2 requests"):
+        act(host, "stop", monkeypatch, fronts=PlayedFronts(host, FrontError("2 requests still ran")))
+    assert host.asked == ["out chat@h1", "in chat@h1"]
+    host = Host(readiness=(0, json.dumps({"state": "failed", "message": "it is failed"})))
+    with pytest.raises(V100ctlError, match="did not come up"):
+        act(host, "restart", monkeypatch, force=True, fronts=PlayedFronts(host, FrontError("2 requests still ran")))
+    assert host.asked[-1] == "in chat@h1"
 
 
 @pytest.mark.parametrize("code", [2, 4, 5])

@@ -13,11 +13,14 @@ import pytest
 
 from v100ctl.access import Access
 from v100ctl.apply.reporter import make_reporter
-from v100ctl.errors import UnreachableError
+from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.fleet import Fleet, FleetHost, parse_config
+from v100ctl.history import HistoryError
+from v100ctl.provision import ProvisionResult
 from v100ctl.rollout import actions as module
 from v100ctl.rollout.actions import FleetActions
 from v100ctl.rollout.state import Event, HostState, Options, RolloutError
+from v100ctl.serving import Completion, ServingError
 
 STATE: dict[str, Any] = {
     "id": "20261130T040000Z",
@@ -106,6 +109,38 @@ def test_where_nothing_was_proved_there_is_nothing_to_go_back_to(host: HostState
         lead_back(host, *answers)
 
 
+OLDER, NEWER = {**STATE, "id": "20261129T040000Z"}, {**STATE, "id": "20261130T050000Z"}
+GIVEN_UP = Event("go back", "2026-11-30T04:10:00+00:00", 900.0, "a: it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("good", "known", "aim"),
+    [
+        # It was away, and is as it was left.
+        (STATE["id"], [NEWER, STATE, OLDER], STATE["id"]),
+        # Somebody has provisioned it by hand since.
+        (None, [NEWER], NEWER["id"]),
+        (STATE["id"], [NEWER, OLDER], NEWER["id"]),
+        (STATE["id"], [NEWER, {**STATE, "missing": ["/var/lib/v100ctl/models/x.gguf"]}], NEWER["id"]),
+    ],
+)
+def test_one_that_was_lost_serves_what_was_proved_since(
+    lead_back: Any, good: str | None, known: list[dict[str, Any]], aim: str
+) -> None:
+    host = looked(good)
+    host.events.append(GIVEN_UP)
+    calls = lead_back(host, listing(*known), (0, RESTORED))
+    assert calls[-1][-2:] == ["--to", aim]
+    assert host.good == aim
+
+
+def test_one_that_was_lost_and_serves_nothing_stays_so(lead_back: Any) -> None:
+    host = looked(None)
+    host.events.append(GIVEN_UP)
+    with pytest.raises(RolloutError, match="once `v100ctl provision --limit a` has made it serve"):
+        lead_back(host, (44, {}))
+
+
 def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, waited: list[float]) -> None:
     busy = (LOCKED, {"id": None, "changed": False, "problem": "another one goes back on this host right now"})
     calls = lead_back(looked("20261130T030000Z"), busy, busy, (0, RESTORED))
@@ -113,3 +148,77 @@ def test_one_that_another_controller_sent_back_is_waited_for(lead_back: Any, wai
     assert len(waited) == 2
     with pytest.raises(Exception, match="another one goes back"):
         lead_back(looked("20261130T030000Z"), busy, return_limit_s=0.0)
+
+
+def test_a_history_that_cannot_be_read_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: Any = (1, ["Traceback"])
+    sessions = [PlayedSession((44, {})), PlayedSession(broken)]
+
+    @contextlib.contextmanager
+    def opened(_connection: object) -> Iterator[PlayedSession]:
+        yield sessions.pop(0)
+
+    monkeypatch.setattr(module, "open_session", opened)
+    fleet = Fleet({"a": FleetHost("a", {"ansible_host": "192.0.2.1"}, parse_config("a", {}))})
+    actions = FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options())
+    assert actions.good_state(HostState("a")) is None
+    with pytest.raises(HistoryError, match="failed with exit code 1"):
+        actions.good_state(HostState("a"))
+
+
+SERVED = {"digest": "d", "unit": "v100-chat.service", "url": "http://127.0.0.1:1/v1", "model": "m", "keys_file": ""}
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, error: V100ctlError, *, may_be_silent: bool) -> dict[str, float]:
+    """What is measured of a host whose `chat` answers, and of whose `embed` one learns ``error``."""
+    instances = {name: {**SERVED, "unit": f"v100-{name}.service"} for name in ("chat", "embed")}
+    session = PlayedSession((0, {"current": STATE["id"], "previous": None, "states": [{**STATE, "instances": instances}]}))
+
+    @contextlib.contextmanager
+    def opened(_connection: object) -> Iterator[PlayedSession]:
+        yield session
+
+    def ask(_session: object, instance: dict[str, Any], *_: Any, **__: Any) -> Completion:
+        if instance["name"] == "embed":
+            raise error
+        return Completion("a GPU computes", 3, 50.0, 0.1)
+
+    monkeypatch.setattr(module, "open_session", opened)
+    monkeypatch.setattr(module, "ask", ask)
+    fleet = Fleet({"a": FleetHost("a", {"ansible_host": "192.0.2.1"}, parse_config("a", {}))})
+    actions = FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options())
+    return actions.speed(HostState("a"), may_be_silent=may_be_silent)
+
+
+def test_what_does_not_answer_before_is_left_out_and_afterwards_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = ServingError("embed did not answer")
+    assert measured(monkeypatch, silent, may_be_silent=True) == {"chat": 50.0}
+    with pytest.raises(ServingError, match="embed did not answer"):
+        measured(monkeypatch, silent, may_be_silent=False)
+    # A host that is away is no server that is silent.
+    with pytest.raises(UnreachableError):
+        measured(monkeypatch, UnreachableError("a does not answer"), may_be_silent=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, {}),
+        ({"start_limit_s": 30}, {"llm_server_start_limit_s": 30}),
+        # A host's own gateway is drained by its role.
+        ({"drain_limit_s": 3600.0}, {"gateway_drain_limit_s": 3600}),
+        ({"drain_limit_s": 0.5}, {"gateway_drain_limit_s": 1}),
+    ],
+)
+def test_limits_reach_the_roles(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], wanted: dict[str, Any]) -> None:
+    given: dict[str, Any] = {}
+
+    def provision(_fleet: Fleet, **arguments: Any) -> ProvisionResult:
+        given.update(arguments["variables"])
+        return ProvisionResult({})
+
+    monkeypatch.setattr(module, "provision", provision)
+    fleet = Fleet({"a": FleetHost("a", {}, parse_config("a", {}))})
+    FleetActions(fleet, Access(), make_reporter(), date(2026, 11, 30), Options(**options)).apply(["a"])
+    assert given == {"model_store_unused": [], **wanted}
+    assert not [value for value in given.values() if isinstance(value, float)], "the roles take whole seconds"

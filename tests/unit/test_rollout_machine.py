@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import signal
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from v100ctl.errors import UnreachableError, V100ctlError
-from v100ctl.rollout.machine import Machine
+from v100ctl.rollout.machine import Machine, sleep_unless
 from v100ctl.rollout.state import HostState, Options, Rollout, RolloutError, in_batches
 
 
@@ -80,9 +84,11 @@ class PlayedFleet:
         self.effect()
         return self.reach(host.name).history[-1]
 
-    def speed(self, host: HostState) -> dict[str, float]:
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
         self.effect()
         if not self.reach(host.name).serves:
+            if may_be_silent:
+                return {}
             raise V100ctlError("nobody answers")
         slow = self.hosts[host.name].runs == "new" and self.faults.get(host.name) == "slow"
         return {"chat": 10.0 if slow else 100.0}
@@ -92,7 +98,7 @@ class PlayedFleet:
         for name in names:
             self.effect()
             host, fault = self.hosts[name], self.faults.get(name)
-            if fault == "dies":
+            if fault in ("dies", "gone"):
                 host.up = False
                 problems[name] = UnreachableError(f"{name} does not answer")
             elif fault == "garbage":
@@ -191,6 +197,14 @@ def test_a_failed_canary_returns_and_nobody_follows(fault: str) -> None:
         assert "10.0 tokens/s instead of 100.0 before (10 %, and 90 % are asked for)" in rollout.hosts["h0"].problem
 
 
+@pytest.mark.parametrize(("count", "options"), [(1, {}), (3, {"batch": "1"})])
+def test_one_that_fails_last_stops_the_rollout_too(count: int, options: dict[str, Any]) -> None:
+    last = f"h{count - 1}"
+    fleet = fleet_of(count, **{last: "garbage"})
+    rollout, _ = run(fleet, new_rollout(list(fleet.hosts), **options))
+    assert (rollout.status, rollout.failed) == ("stopped", [last])
+
+
 def test_a_host_that_does_not_return_is_said_to_be_lost() -> None:
     fleet = fleet_of(3, h1="gone")
     fleet.hosts["h1"].up = False
@@ -211,12 +225,48 @@ def test_so_many_may_fail() -> None:
     assert sorted(host.runs for host in fleet.hosts.values()) == ["new"] * 4 + ["old"] * 2
 
 
+def test_a_host_that_does_not_serve_gets_what_mends_it() -> None:
+    fleet = fleet_of(3)
+    fleet.hosts["h0"].serves = False
+    rollout, _ = run(fleet, new_rollout(list(fleet.hosts)))
+    assert (rollout.status, rollout.exit_code) == ("done", 0)
+    assert (rollout.hosts["h0"].before, rollout.hosts["h0"].after) == ({}, {"chat": 100.0})
+
+
 def test_what_cannot_be_prepared_drains_nobody() -> None:
     fleet = fleet_of(3, h2="full")
     rollout, _ = run(fleet, new_rollout(list(fleet.hosts)))
     assert (rollout.status, rollout.exit_code) == ("stopped", 1)
     assert fleet.most_out == 0
     assert all(host.runs == "old" for host in fleet.hosts.values())
+
+
+@pytest.mark.parametrize("step", ["prepare", "apply"])
+@pytest.mark.parametrize("error", [V100ctlError("Ansible was killed"), OSError(28, "No space left on device", "/tmp/x")])
+def test_what_cannot_be_run_at_all_leaves_nobody_outside(monkeypatch: pytest.MonkeyPatch, step: str, error: Exception) -> None:
+    fleet = fleet_of(4)
+
+    def fails(_names: Sequence[str]) -> Mapping[str, V100ctlError]:
+        raise error
+
+    monkeypatch.setattr(fleet, step, fails)
+    rollout, disk = run(fleet, new_rollout(list(fleet.hosts), canary=2))
+    assert (rollout.status, rollout.exit_code) == ("stopped", 1)
+    assert rollout.failed == (["h0", "h1"] if step == "apply" else list(fleet.hosts))
+    assert all(host.good and host.runs == "old" for host in fleet.hosts.values())
+    assert not disk.load().unfinished
+    assert str(getattr(error, "strerror", error)) in rollout.hosts["h0"].problem
+
+
+def test_what_is_started_gets_no_request_before_it_was_judged() -> None:
+    fleet = fleet_of(2, h0="slow")
+    rollout = new_rollout(list(fleet.hosts))
+    fleet.hosts["h0"].serves = False
+    rollout.hosts["h0"].restarts, rollout.hosts["h0"].starts = [], ["chat"]
+    run(fleet, rollout)
+    assert rollout.hosts["h0"].phase == "done", "there was no speed to compare with"
+    steps = [event.step for event in rollout.hosts["h0"].events]
+    assert steps == ["prepare", "look", "drain", "measure", "apply", "measure again", "open", "settle"]
 
 
 def test_a_host_whose_servers_go_on_is_not_drained() -> None:
@@ -290,11 +340,85 @@ def test_whatever_dies_resume_or_abort_ends_well(
         assert rollout.exit_code == (0 if all(host.phase == "done" for host in rollout.hosts.values()) else 1)
 
 
+@settings(max_examples=200)
+@given(
+    faults=st.lists(st.sampled_from(["", "", "gone", "garbage", "full"]), min_size=1, max_size=5),
+    dies_after=st.lists(st.integers(min_value=0, max_value=40), max_size=3),
+    max_failed=st.integers(min_value=0, max_value=5),
+    batch=st.sampled_from(["1", "2", "100%"]),
+    others=st.integers(min_value=0, max_value=1),
+    abort=st.booleans(),
+)
+def test_whoever_is_lost_is_led_back_later_and_somebody_serves_all_the_time(
+    faults: list[str], dies_after: list[int], max_failed: int, batch: str, others: int, abort: bool
+) -> None:
+    names = [f"h{number}" for number in range(len(faults))]
+    fleet = fleet_of(len(faults), **{name: fault for name, fault in zip(names, faults, strict=True) if fault})
+    servers = len(names) + others
+    rollout = new_rollout(names, batch=batch, max_failed=max_failed)
+    rollout.batches = in_batches(
+        names, rollout.options, len(names), missing={name: ["chat"] for name in names}, servers={"chat": servers}
+    )
+    rollout.servers = {"chat": servers}
+    for host in rollout.hosts.values():
+        host.serves = ["chat"]
+    disk = Disk()
+    disk.save(rollout)
+    for limit in [*dies_after, None]:
+        fleet.dies_after, fleet.effects = limit, 0
+        with contextlib.suppress(ControllerDied):
+            Machine(disk.load(), fleet, disk.save).go_on()
+    if servers > 1:
+        assert fleet.most_out < servers
+    lost = [name for name, host in disk.load().hosts.items() if host.phase == "lost"]
+    assert set(lost) == set(disk.load().held)
+    assert all(fleet.hosts[name].good for name in names if name not in lost)
+    # Somebody switches them on again.
+    fleet.faults = {name: fault for name, fault in fleet.faults.items() if fault != "gone"}
+    if lost:
+        machine = Machine(disk.load(), fleet, disk.save)
+        machine.abort() if abort else machine.go_on()
+    assert not disk.load().unfinished
+    assert all(host.good for host in fleet.hosts.values())
+
+
 @pytest.mark.parametrize("forks", [1, 4])
 def test_hosts_of_a_batch_go_at_once(forks: int) -> None:
     fleet = fleet_of(8)
     rollout, _ = run(fleet, new_rollout(list(fleet.hosts), batch="100%"), forks=forks)
     assert rollout.exit_code == 0
+
+
+def test_after_ctrl_c_nothing_more_is_begun() -> None:
+    fleet = fleet_of(4)
+    stopped = threading.Event()
+    sleep, both = sleep_unless(stopped), threading.Barrier(2)
+
+    def drain(host: HostState) -> None:
+        fleet.hosts[host.name].open = False
+        both.wait(10)
+        if host.name == "h0":
+            # To the thread that a terminal's Ctrl-C wakes, once that waits for the others.
+            stopped.wait(0.3)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert stopped.wait(30)
+        else:
+            # As one that waits for a host that does not answer.
+            sleep(60)
+
+    fleet.drain = drain  # type: ignore[method-assign]
+    disk = Disk()
+    rollout = new_rollout(list(fleet.hosts), canary=0, batch="2")
+    with pytest.raises(KeyboardInterrupt):
+        Machine(rollout, fleet, disk.save, forks=2, stopped=stopped).go_on()
+    found = disk.load()
+    assert [host.phase for host in found.hosts.values()] == ["draining", "draining", "waiting", "waiting"]
+    assert not [event.step for host in found.hosts.values() for event in host.events if event.step == "measure"]
+    assert not found.failed
+    del fleet.drain
+    Machine(found, fleet, disk.save, forks=2).go_on()
+    assert found.exit_code == 0
+    assert all(host.good for host in fleet.hosts.values())
 
 
 @pytest.mark.parametrize(
@@ -313,6 +437,51 @@ def test_batches(count: int, options: dict[str, Any], most: int, sizes: list[int
     batches = in_batches(names, Options(**options), most)
     assert [len(batch) for batch in batches] == sizes
     assert [name for batch in batches for name in batch] == names
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "batches"),
+    [
+        # Of `b` there are two among many of `a`.
+        ("aaaaaabb", {"batch": "3"}, ["0", "123", "456", "7"]),
+        ("bbaaaaaa", {"canary": 2}, ["0", "1", "23", "45", "67"]),
+        # Hosts that serve nothing yet take nobody away.
+        ("aa--", {"batch": "100%", "canary": 0}, ["023", "1"]),
+        # One that alone serves a name has to go all the same.
+        ("abcd", {"batch": "2", "canary": 0}, ["01", "23"]),
+        ("ab", {"batch": "2", "canary": 0}, ["01"]),
+        # A host with several instances counts for each.
+        (["ab", "a", "b", "ab"], {"batch": "3", "canary": 0}, ["012", "3"]),
+        (["ab", "a", "b"], {"batch": "3", "canary": 0}, ["0", "12"]),
+    ],
+)
+def test_of_no_name_all_servers_are_out_at_once(missing: Sequence[str], options: dict[str, Any], batches: list[str]) -> None:
+    away = {str(number): [name for name in names if name != "-"] for number, names in enumerate(missing)}
+    servers = Counter(name for names in away.values() for name in names)
+    found = in_batches(list(away), Options(**options), len(away), missing=away, servers=servers)
+    assert ["".join(batch) for batch in found] == batches
+
+
+@pytest.mark.parametrize("batch", ["1", "100%"])
+@pytest.mark.parametrize(("servers", "left"), [(3, ["h2"]), (4, [])])
+def test_one_that_is_lost_is_missed_by_those_that_follow(batch: str, servers: int, left: list[str]) -> None:
+    fleet = fleet_of(3, h0="dies")
+    rollout = new_rollout(list(fleet.hosts), max_failed=2, batch=batch)
+    rollout.servers = {"chat": servers}
+    for host in rollout.hosts.values():
+        host.serves = ["chat"]
+    real, names = fleet.reach, list(fleet.hosts)
+    # h0 and h1 die and never come back; the fourth server, where there is one, is none of this rollout.
+    fleet.faults["h1"] = "dies"
+
+    def go_back(host: HostState) -> None:
+        real(host.name)
+
+    fleet.go_back = go_back  # type: ignore[method-assign]
+    run(fleet, rollout)
+    assert [host.phase for host in rollout.hosts.values()] == ["lost", "lost", "untouched" if left else "done"]
+    assert [name for name in names if "nobody would serve chat" in rollout.hosts[name].problem] == left
+    assert (rollout.status, rollout.exit_code) == ("stopped", 1)
 
 
 @pytest.mark.parametrize("batch", ["", "0", "-1", "half", "25 %"])

@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import fcntl
 import io
 import ipaddress
 import json
@@ -264,11 +265,16 @@ def _keep(state: str) -> None:
 
 def save() -> int:
     """See the verb ``save`` above."""
-    try:
-        state = ask("show servers state")
-    except NotRunning:
+    if not FOLDER.is_dir():
         return 0
-    _keep(state)
+    # Several servers are taken out at once: who asks first must not write last, nor two into one file.
+    with (FOLDER / "servers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            state = ask("show servers state")
+        except NotRunning:
+            return 0
+        _keep(state)
     return 0
 
 

@@ -44,11 +44,16 @@ def operate_from_cli(
     from v100ctl.apply import make_reporter
     from v100ctl.cli.bench import find_instance
     from v100ctl.examine import examine
+    from v100ctl.fronts import Fronts
     from v100ctl.operate import operate
+    from v100ctl.probe import open_session
     from v100ctl.provision import alone_on
+    from v100ctl.rollback import connection_to
 
-    host, name = find_instance(hosts.fleet(), instance)
+    fleet = hosts.fleet()
+    host, name = find_instance(fleet, instance)
     access = hosts.access()
+    fronts = Fronts(fleet.gateways, lambda front: open_session(connection_to(front, access)))
     reporter = make_reporter()
     try:
         with reporter.phase(f"probing {host.name}"):
@@ -57,7 +62,9 @@ def operate_from_cli(
             raise state.error
         # No provision restarts it at the same time.
         with alone_on([state], reporter):
-            reporter.note(operate(state, name, action, reporter=reporter, drain_limit_s=drain_limit_s, force=force))
+            reporter.note(
+                operate(state, name, action, reporter=reporter, drain_limit_s=drain_limit_s, force=force, fronts=fronts)
+            )
     finally:
         reporter.close()
     return 0

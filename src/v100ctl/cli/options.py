@@ -50,10 +50,18 @@ def adopting_from_cli(fleet: Fleet, instances: tuple[str, ...]) -> tuple[Fleet, 
     return fleet, dict(variables)
 
 
+def not_nan(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
+    """For options in seconds: `nan` passes every range, and ends no waiting."""
+    if value is not None and math.isnan(value):
+        raise click.BadParameter(f"{value} is not a number of seconds", ctx, parameter)
+    return value
+
+
 drain_limit_option = click.option(
     "--drain-limit",
     "drain_limit_s",
     type=click.FloatRange(min=0, max=86400),
+    callback=not_nan,
     default=DEFAULT_DRAIN_LIMIT_S,
     show_default=True,
     metavar="SECONDS",
@@ -118,13 +126,6 @@ class HostOptions:
 _LONGEST_TIMEOUT_S = 7 * 24 * 3600.0
 
 
-def _not_nan(ctx: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    # `nan` passes every range.
-    if value is not None and math.isnan(value):
-        raise click.BadParameter(f"{value} is not a number of seconds", ctx, parameter)
-    return value
-
-
 _FORKS_OPTION = click.option(
     "-f", "--forks", type=click.IntRange(min=1), default=DEFAULT_FORKS, show_default=True, help="How many hosts at once."
 )
@@ -157,7 +158,7 @@ _HOST_OPTIONS: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = 
         "--timeout",
         "timeout_s",
         type=click.FloatRange(min=1, max=_LONGEST_TIMEOUT_S),
-        callback=_not_nan,
+        callback=not_nan,
         show_default=f"{DEFAULT_PROBE_TIMEOUT_S:.0f}; `audit --deep` {DEFAULT_DEEP_PROBE_TIMEOUT_S:.0f}",
         metavar="SECONDS",
         help="Most time for asking one host.",
@@ -235,6 +236,21 @@ def format_option(*formats: str) -> Callable[[_Command], _Command]:
         return command
 
     return decorate
+
+
+def check_output(output: Path | None) -> None:
+    """For what takes long before it is written.
+
+    Raises:
+        V100ctlError: nothing could be written there.
+    """
+    if output is None or str(output) == "-":
+        return
+    target = output.resolve()
+    place = target if target.exists() and not target.is_file() else target.parent
+    if not os.access(place, os.W_OK):
+        reason = "Permission denied" if place.exists() else "No such file or directory"
+        raise V100ctlError(f"{output} cannot be written: {reason}", hint="name another file with `-o FILE`")
 
 
 def write_table(text: str, output: Path | None) -> None:

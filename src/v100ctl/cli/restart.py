@@ -15,7 +15,8 @@ from v100ctl.cli.options import HostOptions, host_options
 def command(instance: str, hosts: HostOptions, drain_limit_s: float, force: bool) -> int:
     """Restart an instance; behind the gateway its running requests end first, and new ones wait until it is back.
 
-    NAME alone is enough where one host has it. Without a gateway the engine cuts what runs.
+    NAME alone is enough where one host has it. A gateway of the fleet sends new ones elsewhere. Without a gateway the
+    engine cuts what runs.
 
     Exit code 0: it serves again. 1: requests still ran at the limit and it was left as it is, or it did not come up.
 

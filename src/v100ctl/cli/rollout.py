@@ -12,16 +12,18 @@ import click
 
 from v100ctl.cli.options import (
     HostOptions,
+    check_output,
     drain_limit_option,
     format_option,
     host_options,
+    not_nan,
     output_options,
     today,
     verbosity_option,
     write_output,
     write_table,
 )
-from v100ctl.errors import EXIT_DIFFERENCES, EXIT_ERROR, EXIT_OK, UsageError
+from v100ctl.errors import UsageError
 
 if TYPE_CHECKING:
     from v100ctl.rollout.state import Rollout
@@ -35,10 +37,26 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     return share
 
 
+def _batch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+    from v100ctl.rollout.state import RolloutError, batch_size
+
+    try:
+        batch_size(value, 1)
+    except RolloutError as error:
+        raise click.BadParameter(error.message, ctx, parameter) from error
+    return value
+
+
 @click.command("rollout", short_help="Change a fleet host by host, gated, and lose no request.")
 @host_options
 @click.option("--canary", type=click.IntRange(min=0), default=1, show_default=True, help="How many hosts change first.")
-@click.option("--batch", default="25%", show_default=True, help="How many of the others at once: a number, or a share of all.")
+@click.option(
+    "--batch",
+    default="25%",
+    show_default=True,
+    callback=_batch,
+    help="How many of the others at once: a number, or a share of all.",
+)
 @click.option("--max-failed", type=click.IntRange(min=0), default=0, show_default=True, help="Go on while so many have failed.")
 @click.option(
     "--min-speed",
@@ -52,6 +70,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     "--settle",
     "settle_s",
     type=click.FloatRange(min=0, max=86400),
+    callback=not_nan,
     default=10.0,
     show_default=True,
     metavar="SECONDS",
@@ -68,6 +87,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
     "--return-limit",
     "return_limit_s",
     type=click.FloatRange(min=0, max=86400),
+    callback=not_nan,
     default=900.0,
     show_default=True,
     metavar="SECONDS",
@@ -110,7 +130,8 @@ def command(
     there, or goes on within `--max-failed`. Everything is written down as it goes: after a crash or Ctrl-C `--resume` goes on
     and `--abort` leads back.
 
-    Exit code 0: every host has what is planned. 1: some have not. 2: `--check` found something to change.
+    Exit code 0: every host has what is planned, or is back as before `--abort`. 1: some have not, or are lost. 2: `--check` found
+    something to change.
 
     \b
     v100ctl rollout -i inventory/hosts.yml --check
@@ -125,6 +146,7 @@ def command(
 
     if resume + abort + check > 1:
         raise UsageError("`--resume`, `--abort` and `--check` do not go together")
+    check_output(output)
     fleet = hosts.fleet()
     access = hosts.access()
     reporter = make_reporter(color=False if no_color else None, verbosity=verbosity)
@@ -143,13 +165,9 @@ def command(
                 start_limit_s=start_limit_s,
             )
             rollout = plan_rollout(fleet, access, reporter, today(), options)
-            if not rollout.hosts:
-                rollout.status = "done"
+            if check or not rollout.hosts:
                 _write(rollout, output_format, output, no_color=no_color)
-                return EXIT_OK
-            if check:
-                _write(rollout, output_format, output, no_color=no_color)
-                return EXIT_DIFFERENCES
+                return rollout.exit_code
             if not yes:
                 shown = console(no_color=no_color)
                 with shown.capture() as captured:
@@ -157,16 +175,10 @@ def command(
                 click.echo(captured.get(), err=True)
                 if not (sys.stdin.isatty() and click.confirm("Go on?", err=True)):
                     raise UsageError("nobody said yes", hint="`--yes` says so")
-        try:
-            carry_out(rollout, fleet, access, reporter, abort=abort, resumed=resume, verbosity=verbosity)
-        except KeyboardInterrupt:
-            reporter.hint("`v100ctl rollout --resume` goes on from here, `v100ctl rollout --abort` leads back")
-            raise
+        rollout = carry_out(rollout, fleet, access, reporter, abort=abort, resumed=resume, verbosity=verbosity)
     finally:
         reporter.close()
     _write(rollout, output_format, output, no_color=no_color)
-    if abort:
-        return EXIT_ERROR if any(host.phase == "lost" for host in rollout.hosts.values()) else EXIT_OK
     return rollout.exit_code
 
 
@@ -183,7 +195,7 @@ def _write(rollout: Rollout, output_format: str, output: Path | None, *, no_colo
         with out.capture() as captured:
             if not rollout.hosts:
                 out.print("nothing to change")
-            elif rollout.status == "running":
+            elif rollout.status == "planned":
                 print_plan(out, rollout)
             else:
                 print_report(out, rollout)

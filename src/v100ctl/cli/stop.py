@@ -16,7 +16,8 @@ def command(instance: str, hosts: HostOptions, drain_limit_s: float, force: bool
     """Stop an instance; behind the gateway its running requests end first, and new ones wait.
 
     NAME alone is enough where one host has it. It stays stopped until `v100ctl start`, `v100ctl provision` or a boot; `audit`
-    reports it. Requests that wait get a 503 after `gateway_wait_s`. Without a gateway the engine cuts what runs.
+    reports it. Requests that wait get a 503 after `gateway_wait_s`; a gateway of the fleet sends them elsewhere. Without a
+    gateway the engine cuts what runs.
 
     Exit code 0: it is stopped. 1: requests still ran at the limit, and it was left as it is.
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import date
 from typing import Any
 
-from v100ctl.access import Access
+from v100ctl.access import DEFAULT_DRAIN_LIMIT_S, Access
 from v100ctl.apply import Reporter, Secrets, run_playbook
 from v100ctl.errors import UnreachableError, V100ctlError
 from v100ctl.examine import Examined, examine
 from v100ctl.fleet import Fleet, FleetHost
-from v100ctl.history import History, LockedError, State, go_back, read_history
-from v100ctl.plan import gateway
-from v100ctl.plan.fleet_gateway import server_name
+from v100ctl.fronts import Fronts
+from v100ctl.history import History, LockedError, NoHistoryError, State, go_back, read_history
 from v100ctl.probe import Connection, Session, open_session
 from v100ctl.provision import alone_on, fetch, provision
 from v100ctl.rollback import connection_to
 from v100ctl.rollout.state import HostState, Options, RolloutError
-from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ask
+from v100ctl.serving import PROOF_MAX_TOKENS, PROOF_PROMPT, PROOF_TIMEOUT_S, Completion, ServingError, ask
 
 #: What comes to a host beside what serves there.
 PREPARING_ROLES = ("cuda_toolkit", "llama_cpp", "external_engine", "vllm", "model_store")
@@ -30,16 +29,8 @@ PREPARING_ROLES = ("cuda_toolkit", "llama_cpp", "external_engine", "vllm", "mode
 MEASUREMENTS = 3
 MEASURED_TOKENS = 64
 MEASURING_PROMPT = "Write a story about a machine that learns to read."
-#: How long a gateway may take to answer that is being started anew.
-GATEWAY_RESTART_S = 60.0
-#: How long it may take to see a server healthy again.
-OPEN_LIMIT_S = 120.0
-RETRY_S = 1.0
 #: How long servers may take to stop: longer than their units allow them.
 STOP_LIMIT_S = 900.0
-
-#: Exit statuses of the gateway's program.
-_LIMIT, _NOT_RUNNING, _UNKNOWN, _NO_PROGRAM = 3, 4, 5, 2
 
 
 class FleetActions:
@@ -73,11 +64,14 @@ class FleetActions:
         self._options = options
         self._verbosity = verbosity
         self._sleep = sleep
+        self._fronts = Fronts(fleet.gateways, self._way_to, sleep=sleep)
 
     # --- before anything is drained ----------------------------------------------------------------------------------------
 
     def prepare(self, names: Sequence[str]) -> Mapping[str, V100ctlError]:
         """See there. Nothing that serves is touched: releases and models lie beside those that are in use."""
+        # Who cannot be told now would have to be told that a host is back, too.
+        self._fronts.check(names)
         states = examine([self._fleet.hosts[name] for name in names], self._access, as_of=self._as_of)
         problems = {name: state.error for name, state in states.items() if state.error is not None}
         roles = {name: _preparing_roles(state) for name, state in states.items() if name not in problems}
@@ -110,20 +104,11 @@ class FleetActions:
 
     def drain(self, host: HostState) -> None:
         """See there. In front of a host without a gateway of the fleet there is nobody to tell; its own gateway queues."""
-        for name, server in self._servers(host.name):
-            status, said = self._at_gateway(name, ["drain", server, "--limit-s", str(self._options.drain_limit_s)])
-            if status == _LIMIT:
-                raise RolloutError(
-                    f"{said.get('running', 'some')} requests to {server} still ran after {self._options.drain_limit_s:g} s",
-                    hint="try again later, or with a longer `--drain-limit`",
-                )
+        self._fronts.drain(host.name, self._options.drain_limit_s)
 
     def open(self, host: HostState) -> None:
         """See there."""
-        for name, server in self._servers(host.name):
-            status, said = self._at_gateway(name, ["open", server, "--limit-s", str(OPEN_LIMIT_S)])
-            if status == _LIMIT:
-                raise RolloutError(f"the gateway {name} does not see {server} healthy: {said.get('status', 'no word')}")
+        self._fronts.open(host.name)
 
     def good_state(self, host: HostState) -> str | None:
         """See there."""
@@ -131,13 +116,19 @@ class FleetActions:
             state = _present(_history(session, host.name))
         return state.id if state else None
 
-    def speed(self, host: HostState) -> dict[str, float]:
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
         """See there. Only what the engine itself says of its decoding, or else all of an answer's tokens by the clock."""
         found: dict[str, float] = {}
         with self._session(host.name) as session:
             state = _present(_history(session, host.name))
             for name, served in (state.served if state else {}).items():
-                answers = [_ask(session, name, served, MEASURING_PROMPT, MEASURED_TOKENS) for _ in range(MEASUREMENTS)]
+                try:
+                    answers = [_ask(session, name, served, MEASURING_PROMPT, MEASURED_TOKENS) for _ in range(MEASUREMENTS)]
+                except ServingError as error:
+                    if not may_be_silent:
+                        raise
+                    self._reporter.note(f"{host.name}: its speed before is not known: {error.message}")
+                    continue
                 speeds = [answer.tokens_per_second or answer.tokens / max(answer.elapsed_s, 1e-3) for answer in answers]
                 if max(speeds) > 0:
                     found[name] = round(max(speeds), 2)
@@ -165,13 +156,11 @@ class FleetActions:
         while True:
             try:
                 with self._session(host.name) as session:
-                    if host.good is None and not host.looked and (state := _present(_history(session, host.name))):
-                        # It was away before its turn: what it is in is what it was in.
-                        host.good = state.id
+                    host.good = _aim(session, host)
                     if host.good is None:
                         raise RolloutError(
-                            f"{host.name} has no earlier state to go back to",
-                            hint=f"`v100ctl audit --limit {host.name}` says what it lacks",
+                            f"{host.name} has no earlier state to go back to; once `v100ctl provision --limit {host.name}` has "
+                            "made it serve, `v100ctl rollout --resume` lets requests in"
                         )
                     go_back(session, host.name, to=host.good, drain_limit_s=self._options.drain_limit_s)
                 return
@@ -190,6 +179,9 @@ class FleetActions:
         variables: dict[str, Any] = {"model_store_unused": []}
         if self._options.start_limit_s is not None:
             variables["llm_server_start_limit_s"] = self._options.start_limit_s
+        if self._options.drain_limit_s != DEFAULT_DRAIN_LIMIT_S:
+            # For hosts with a gateway of their own. What the inventory says of it counts unless something else was asked for.
+            variables["gateway_drain_limit_s"] = math.ceil(self._options.drain_limit_s)
         result = provision(
             batch,
             access=self._access,
@@ -218,50 +210,11 @@ class FleetActions:
         )
 
     def _session(self, name: str) -> AbstractContextManager[Session]:
-        host: FleetHost = self._fleet.hosts.get(name) or self._fleet.gateways[name]
+        return self._way_to(self._fleet.hosts[name])
+
+    def _way_to(self, host: FleetHost) -> AbstractContextManager[Session]:
         connection: Connection = connection_to(host, self._access)
         return open_session(connection)
-
-    def _servers(self, name: str) -> list[tuple[str, str]]:
-        """The gateways in front of a host, each with what it calls a server there."""
-        called = server_name(name)
-        return [
-            (front, f"{server.instance}@{server.host}")
-            for front, host in self._fleet.gateways.items()
-            for server in host.config.gateway_servers
-            if server.host == called
-        ]
-
-    def _at_gateway(self, name: str, words: Sequence[str]) -> tuple[int, dict[str, Any]]:
-        """One call of a gateway's program; 0 where it does not know the server. One that is being started anew is waited for.
-
-        Raises:
-            RolloutError: it does not run.
-            UnreachableError: its host does not answer.
-        """
-        deadline_s = time.monotonic() + GATEWAY_RESTART_S
-        command = ["python3", "-I", "-S", "-B", gateway.PROGRAM, *words]
-        while True:
-            problem: V100ctlError
-            try:
-                with self._session(name) as session:
-                    done = session.run(command, timeout_s=self._options.drain_limit_s + OPEN_LIMIT_S + 60.0, become=True)
-            except UnreachableError as error:
-                problem = error
-            else:
-                if done.rc in (_UNKNOWN, _NO_PROGRAM):
-                    # It has not been made yet, or was not told of the server yet: no request comes from there.
-                    return 0, {}
-                if done.rc in (0, _LIMIT):
-                    document = json.loads(done.stdout)
-                    return done.rc, document if isinstance(document, dict) else {}
-                said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-                problem = RolloutError(f"the gateway on {name} fails: {said[-1] if said else f'exit code {done.rc}'}")
-                if done.rc != _NOT_RUNNING:
-                    raise problem
-            if time.monotonic() >= deadline_s:
-                raise problem
-            self._sleep(RETRY_S)
 
 
 def _preparing_roles(state: Examined) -> list[str]:
@@ -279,13 +232,24 @@ def _ask(session: Session, name: str, served: Mapping[str, str], prompt: str, ma
 
 
 def _history(session: Session, host: str) -> History:
-    from v100ctl.history import HistoryError
-
     try:
         return read_history(session, host)
-    except HistoryError:
+    except NoHistoryError:
         # Bare, or of an older version: there is nothing to go back to, and nothing is measured.
         return History(())
+
+
+def _aim(session: Session, host: HostState) -> str | None:
+    """The state that a host goes back to."""
+    if not host.given_up and (host.good is not None or host.looked):
+        return host.good
+    # It was away before its turn: what it is in is what it was in. Or it could not go back, and somebody has looked after it
+    # since: what was proved there by now counts where the state of then is no longer there.
+    history = _history(session, host.name)
+    if any(state.id == host.good and not state.missing for state in history.states):
+        return host.good
+    state = _present(history)
+    return state.id if state else host.good
 
 
 def _present(history: History) -> State | None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from v100ctl.errors import V100ctlError
-from v100ctl.rollout.state import Event, HostState, Phase, Rollout, now
+from v100ctl.rollout.state import Event, HostState, Phase, Rollout, leaves_servers, now
 
 _Result = TypeVar("_Result")
 
@@ -31,8 +31,8 @@ class Actions(Protocol):
     def good_state(self, host: HostState) -> str | None:
         """The last state in the host's history that was proved; ``None`` where it has none."""
 
-    def speed(self, host: HostState) -> dict[str, float]:
-        """Tokens per second of each instance that serves, by name; what cannot be asked is left out."""
+    def speed(self, host: HostState, *, may_be_silent: bool = False) -> dict[str, float]:
+        """Tokens per second of each instance, by name. With ``may_be_silent`` one that does not answer is left out."""
 
     def stop(self, host: HostState) -> None:
         """Nothing runs on the host's cards any more."""
@@ -54,6 +54,20 @@ class GateError(V100ctlError):
     """A host does not do as well as it has to."""
 
 
+class StoppedError(BaseException):
+    """Another thread was interrupted. No :class:`Exception`: no host has failed."""
+
+
+def sleep_unless(stopped: threading.Event) -> Callable[[float], None]:
+    """Waits so many seconds, and no longer than until nothing more is to be begun."""
+
+    def sleep(seconds: float) -> None:
+        if stopped.wait(seconds):
+            raise StoppedError
+
+    return sleep
+
+
 class Machine:
     """One run of a rollout.
 
@@ -64,6 +78,7 @@ class Machine:
         forks: Hosts at once, for what is no Ansible.
         tell: Told of each step: host, step, and what was wrong (empty: nothing).
         clock: Seconds.
+        stopped: Set where nothing more is to be begun.
     """
 
     def __init__(
@@ -75,6 +90,7 @@ class Machine:
         forks: int = 1,
         tell: Callable[[str, str, str], None] = lambda host, step, problem: None,
         clock: Callable[[], float] = time.monotonic,
+        stopped: threading.Event | None = None,
     ) -> None:
         self.rollout = rollout
         self._actions = actions
@@ -83,6 +99,7 @@ class Machine:
         self._forks = forks
         self._tell = tell
         self._clock = clock
+        self._stopped = stopped or threading.Event()
 
     # --- the two ways ---------------------------------------------------------------------------------------------------------
 
@@ -96,7 +113,7 @@ class Machine:
             for batch in rollout.batches:
                 under_way = [rollout.hosts[name] for name in batch if rollout.hosts[name].phase not in _ENDED]
                 if under_way:
-                    self._advance(under_way)
+                    self._advance_while_others_serve(under_way)
                 if not self._may_go_on():
                     break
         if left := self._under_way():
@@ -120,7 +137,9 @@ class Machine:
                 host.phase = "untouched"
         # Those that were prepared for nothing, or went back because of another one, have no problem of their own.
         left = any(host.phase == "lost" or (host.phase != "done" and not host.problem) for host in rollout.hosts.values())
-        rollout.status = "aborted" if aborted else "stopped" if left else "done"
+        # One that was ended stays so, also where a host that it had lost is led back later.
+        aborted = aborted or rollout.status == "aborted"
+        rollout.status = "aborted" if aborted else "stopped" if left or not self._may_go_on() else "done"
         rollout.ended = now()
         self._save(rollout)
 
@@ -147,9 +166,9 @@ class Machine:
             return True
         waiting = [name for name, host in rollout.hosts.items() if host.phase == "waiting"]
         began_s, at = self._clock(), now()
-        problems = self._actions.prepare(waiting) if waiting else {}
+        problems = self._run_over(waiting, self._actions.prepare) if waiting else {}
         for name in waiting:
-            problem = problems[name].message if name in problems else ""
+            problem = problems.get(name, "")
             rollout.hosts[name].events.append(Event("prepare", at, round(self._clock() - began_s, 3), problem))
             self._tell(name, "prepare", problem)
             rollout.hosts[name].problem = problem
@@ -160,6 +179,29 @@ class Machine:
         self._save(rollout)
         return rollout.prepared
 
+    def _advance_while_others_serve(self, hosts: Sequence[HostState]) -> None:
+        """One batch. Where a lost host is missed: one host after the other, and none that alone is left to serve something."""
+        if self._others_serve(hosts):
+            self._advance(hosts)
+            return
+        if begun := [host for host in hosts if host.phase != "waiting"]:
+            self._advance(begun)
+        for host in hosts:
+            if host.phase != "waiting" or not self._may_go_on():
+                continue
+            if self._others_serve([host]):
+                self._advance([host])
+                continue
+            host.problem = f"left as it is: while it is out nobody would serve {', '.join(host.missing)}"
+            self._tell(host.name, "wait", host.problem)
+            self._enter(host, "untouched")
+
+    def _others_serve(self, hosts: Sequence[HostState]) -> bool:
+        # Batches leave somebody to serve as long as everybody comes back.
+        lost = [name for name, host in self.rollout.hosts.items() if host.phase == "lost"]
+        missing = {name: host.missing for name, host in self.rollout.hosts.items()}
+        return not lost or leaves_servers([*lost, *(host.name for host in hosts)], missing, self.rollout.servers)
+
     def _advance(self, hosts: Sequence[HostState]) -> None:
         """One batch: out of the gateway, changed, judged, and in again."""
         ready = self._all(self._take_out, hosts)
@@ -169,9 +211,9 @@ class Machine:
                 host.phase = "applying"
             self._save(self.rollout)
             began_s, at = self._clock(), now()
-            problems = self._actions.apply([host.name for host in ready])
+            problems = self._run_over([host.name for host in ready], self._actions.apply)
             for host in ready:
-                problem = problems[host.name].message if host.name in problems else ""
+                problem = problems.get(host.name, "")
                 self._note(host, "apply", at, began_s, problem)
                 host.problem = problem
             self._save(self.rollout)
@@ -180,6 +222,17 @@ class Machine:
         if failed:
             self._give_back(failed)
 
+    @staticmethod
+    def _run_over(names: Sequence[str], action: Callable[[Sequence[str]], Mapping[str, V100ctlError]]) -> dict[str, str]:
+        """What was wrong with which host. What cannot be run at all has failed on each: those that are out have to get back."""
+        try:
+            return {name: problem.message for name, problem in action(names).items()}
+        except V100ctlError as error:
+            return dict.fromkeys(names, error.message)
+        except OSError as error:
+            # The controller's own disk, or a program that it cannot start.
+            return dict.fromkeys(names, f"{error.filename or 'the controller'}: {error.strerror or error}")
+
     def _take_out(self, host: HostState) -> None:
         self._enter(host, "draining")
         if host.good is None:
@@ -187,7 +240,8 @@ class Machine:
         if not host.serves_meanwhile:
             self._step(host, "drain", lambda: self._actions.drain(host))
             if host.before is None:
-                host.before = self._step(host, "measure", lambda: self._actions.speed(host))
+                # What does not serve now may be what the rollout mends.
+                host.before = self._step(host, "measure", lambda: self._actions.speed(host, may_be_silent=True))
         # Written down before anything is changed: later the host is no longer what is measured here.
         self._save(self.rollout)
         if host.reboots:
@@ -251,13 +305,20 @@ class Machine:
         if self._forks <= 1 or len(hosts) <= 1:
             return [host for host in hosts if run(host)]
         with ThreadPoolExecutor(max_workers=self._forks) as pool:
-            return [host for host, well in zip(hosts, pool.map(run, hosts), strict=True) if well]
+            try:
+                return [host for host, well in zip(hosts, pool.map(run, hosts), strict=True) if well]
+            except BaseException:
+                # Ctrl-C reaches this thread alone; the others end with the step that they are in.
+                self._stopped.set()
+                raise
 
     def _enter(self, host: HostState, phase: Phase) -> None:
         host.phase = phase
         self._save(self.rollout)
 
     def _step(self, host: HostState, step: str, function: Callable[[], _Result]) -> _Result:
+        if self._stopped.is_set():
+            raise StoppedError
         began_s, at = self._clock(), now()
         try:
             result = function()

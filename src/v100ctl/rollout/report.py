@@ -24,6 +24,8 @@ def print_plan(out: Out, rollout: Rollout) -> None:
         for name in batch:
             host = rollout.hosts[name]
             what = f"restarts {', '.join(host.restarts)}" if host.restarts else "restarts nothing"
+            if host.starts:
+                what += f", starts {', '.join(host.starts)}"
             if host.reboots:
                 what += ", changes the driver and may reboot"
             out.print(Text(f"  {name}: {what}; roles {', '.join(host.roles)}"))
