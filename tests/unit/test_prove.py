@@ -111,7 +111,7 @@ def test_log_of_llama_cpp(prove: Any, build: int, log: str, missing: bool, bad: 
         ([(1, 9 * GIB)], 9 * GIB, 9 * GIB, ""),
         ([(1, 1 * GIB)], 9 * GIB, 1 * GIB, "it holds 1024 MiB of card"),
         # Somebody else has the card.
-        ([(os.getppid(), 9 * GIB)], 9 * GIB, 0, "none of its processes is on card"),
+        ([(os.getpid(), 9 * GIB)], 9 * GIB, 0, "none of its processes is on card"),
         # In a container no process is told, or one of the host below.
         ([], 9 * GIB, 9 * GIB, ""),
         ([], 1 * MIB, 1 * MIB, "in use are 1 MiB"),

@@ -8,7 +8,7 @@ import json
 import signal
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -389,6 +389,15 @@ def test_hosts_of_a_batch_go_at_once(forks: int) -> None:
     assert rollout.exit_code == 0
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a shell's background jobs ignore it from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_after_ctrl_c_nothing_more_is_begun() -> None:
     fleet = fleet_of(4)
     stopped = threading.Event()
