@@ -328,7 +328,7 @@ class TestStandIn:
 
     def test_a_new_release(self, stand_in: PlayFleet) -> None:
         before = releases(stand_in)
-        new = SERVER.replace('"--fault"', '"--new", "--fault"')
+        new = SERVER.replace('"--fault"', '"--fault", "--new"')
         roll_under_load(
             stand_in, ask_stand_in, "stand-in engine, new release", lambda: stand_in.want(context_length=2048, server=new)
         )
