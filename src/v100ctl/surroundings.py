@@ -25,7 +25,6 @@ _SWAPPED_BYTES = 64 * 1024**2
 _LEAST_SHARE = 0.95
 #: "GPU Max Operating Temp" and "Memory Max Operating Temp" that `nvidia-smi -q` shows of a V100.
 OPERATING_C, MEMORY_C = 83, 85
-_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
 def around(plan: HostPlan, facts: Facts) -> Iterator[Finding]:
@@ -200,7 +199,11 @@ def _process(instance: Instance, process: ProcessFacts, facts: Facts) -> Iterato
 
 def _service(instance: Instance, process: ProcessFacts, facts: Facts) -> Iterator[Finding]:
     wide = sorted({item.address for item in facts.listeners if item.unit == instance.unit and item.port == instance.port})
-    if wide and instance.listen not in _ANYWHERE and (open_to := [address for address in wide if address in _ANYWHERE]):
+    if (
+        wide
+        and instance.listen not in adoption.ANYWHERE
+        and (open_to := [address for address in wide if address in adoption.ANYWHERE])
+    ):
         yield _external(
             f"service.exposed:{instance.name}",
             "service",
@@ -249,7 +252,7 @@ def _port(plan: HostPlan, instance: Instance, facts: Facts) -> Iterator[Finding]
         if listener.port != instance.port or listener.unit == instance.unit or listener.pid in leaving:
             continue
         # One of another address is in nobody's way.
-        if instance.listen in _ANYWHERE or listener.address in (*_ANYWHERE, instance.listen):
+        if adoption.overlap(listener.address, instance.listen):
             who = f"`{listener.command or '?'}`" + (f" of {listener.unit}" if listener.unit else "")
             occupant = facts.occupant(listener.pid)
             who = adoption.who(occupant) if occupant else who

@@ -21,6 +21,8 @@ from v100ctl.fleet import HostConfig, InstanceSpec
 from v100ctl.plan.cards import HostCard
 from v100ctl.plan.types import Adoption, Rule
 
+#: Addresses to listen on that stand for all of a host's.
+ANYWHERE = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared, not bound
 ADOPTED = "/var/lib/v100ctl/state/adopted.json"
 
 #: Services that others are started from: what is in their control group is not them.
@@ -109,10 +111,6 @@ def stays(occupant: Occupant) -> tuple[str, str] | None:
     return None
 
 
-#: Addresses that stand for all of a host's.
-_EVERYWHERE = frozenset(("0.0.0.0", "::", "*"))  # noqa: S104 - compared
-
-
 def _undo(occupant: Occupant) -> str:
     """What brings it back, for a shell on the host."""
     if _is_unit(occupant):
@@ -145,7 +143,7 @@ def holding(listen: str, port: int, facts: Facts, ours: Collection[str]) -> Iter
 
 def overlap(one: str, other: str) -> bool:
     """Whether two cannot listen on the same port of these addresses."""
-    return one == other or not _EVERYWHERE.isdisjoint((one, other))
+    return one == other or not ANYWHERE.isdisjoint((one, other))
 
 
 class Place(NamedTuple):

@@ -17,7 +17,7 @@ from v100ctl.catalog import Distribution
 from v100ctl.errors import InventoryError
 from v100ctl.facts import Facts
 from v100ctl.fleet import GatewayServer, HostConfig, InstanceSpec, host_address
-from v100ctl.plan.adoption import holding, overlap, who
+from v100ctl.plan.adoption import ANYWHERE, holding, overlap, who
 from v100ctl.plan.gateway import PACKAGE, UNIT, address_of, haproxy_files, is_ip_address, key_maps
 from v100ctl.plan.keys import is_loopback
 from v100ctl.plan.render import MANAGED_HEADER
@@ -81,7 +81,7 @@ def servers_of(hosts: Mapping[str, tuple[Mapping[str, Any], HostConfig]]) -> tup
                     health_path=health_path(spec, config) or "/health",
                     tls=config.gateway_placement == "host" and bool(config.gateway_tls_certificate),
                     on_loopback=is_loopback(spec.listen),
-                    listens_on="" if spec.listen in ("0.0.0.0", "::") else spec.listen,  # noqa: S104 - compared
+                    listens_on="" if spec.listen in ANYWHERE else spec.listen,
                     name="" if is_ip_address(name) or server_name(name) != name else name,
                     keys_group=known.index(keys),
                     model=spec.settings.served_model_name or instance,

@@ -15,6 +15,7 @@ from typing import Any
 from v100ctl.catalog import Catalog, Distribution
 from v100ctl.facts import Facts
 from v100ctl.fleet import HostConfig, InstanceSpec
+from v100ctl.plan.adoption import ANYWHERE
 from v100ctl.plan.driver_actions import NVIDIA_SOURCES
 from v100ctl.plan.gateway import address_of, engine_port
 from v100ctl.plan.render import MANAGED_HEADER, render
@@ -33,7 +34,6 @@ TIMER = "v100ctl-metrics.timer"
 TEXTFILE_NAME = "v100ctl.prom"
 #: What an exporter's unit has of ours.
 _DROP_IN = "v100ctl.conf"
-_ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
 
 
 def drop_in(unit: str) -> str:
@@ -257,6 +257,6 @@ def monitoring_rules(
             "monitoring-open",
             "info",
             f"whoever reaches {config.monitoring_listen} can read what the exporters tell of this host"
-            + (": every network that it is in" if config.monitoring_listen in _ANYWHERE else ""),
+            + (": every network that it is in" if config.monitoring_listen in ANYWHERE else ""),
             "the address of a network of yours alone, or a firewall",
         )
